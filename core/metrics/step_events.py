@@ -114,8 +114,7 @@ class StepEvents:
             stalls[backward] += max(0.0, elapsed(before, after))
         forward = self._forward_seconds(elapsed)
         late = self._late_by_phase(elapsed)
-        host = [copy for copy in self.copies if not copy.from_peer]
-        peer = [copy for copy in self.copies if copy.from_peer]
+        host, peer = self._undelayed()
         return StepFigures(
             train=self.turn is not None,
             root=self.forwards[0] > 0,
@@ -131,8 +130,8 @@ class StepEvents:
             disk_bytes=self.disk_bytes,
             compute_by_phase=(max(0.0, forward - stalls[0]), max(0.0, seconds - forward - stalls[1])),
             bytes_by_phase=(
-                _bytes(copy for copy in host if not copy.backward),
-                _bytes(copy for copy in host if copy.backward),
+                _bytes(copy for copy in self.copies if not (copy.from_peer or copy.backward)),
+                _bytes(copy for copy in self.copies if copy.backward and not copy.from_peer),
             ),
             late_seconds=self._late_seconds(elapsed) if self.uses and not self.held else None,
             held=self.held,
@@ -184,13 +183,22 @@ class StepEvents:
         return ForwardTiming(timings, self._forward_seconds(elapsed), close, self.held)
 
     def copy_times(self, elapsed: Elapsed) -> tuple[tuple[int, float], ...]:
-        """Return (bytes, seconds) of each copy. Links that copy at the same time count as one link: the seconds of all
-        copies together are those of the link that copied longest.
+        """Return (bytes, seconds) of each copy of which the host did not delay the start. Links that copy at the same time
+        count as one link: the seconds of all copies together are those of the link that copied longest.
         """
-        links = [[copy for copy in self.copies if copy.from_peer == peer] for peer in (False, True)]
+        links = self._undelayed()
         each = [_seconds(link, elapsed) for link in links]
         share = max(each) / sum(each) if sum(each) else 1.0
-        return tuple((copy.nbytes, copy.seconds(elapsed) * share) for copy in self.copies)
+        return tuple((copy.nbytes, copy.seconds(elapsed) * share) for link in links for copy in link)
+
+    def _undelayed(self) -> tuple[list[Copy], list[Copy]]:
+        """Return the copies from the host and those from peers, which tell the rates of the links.
+
+        The first copies of a step that holds the device go to places that are free already, so they start when the host
+        issues them. Later ones wait for the device, and the host is ahead of it.
+        """
+        copies = self.copies[len(self.copies) // 2 :] if self.held else self.copies
+        return [copy for copy in copies if not copy.from_peer], [copy for copy in copies if copy.from_peer]
 
     def spans(
         self, elapsed: Elapsed, disk_reads: Iterable[tuple[str, float, float, int]]

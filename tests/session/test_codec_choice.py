@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import carom
 import pytest
+import torch
 from carom.benchmarks.engines.codec_choice import (
     BEFORE,
     DELAYS,
@@ -15,6 +17,7 @@ from carom.benchmarks.engines.codec_choice import (
     run,
     simulated,
 )
+from carom.core.device.simulated import SimulatedEngine
 
 BINDS, BALANCE, COMPUTES = (
     Shape(name, ((256,),) * 6, ratio, 10.0)
@@ -54,4 +57,21 @@ def test_a_slower_host_does_not_turn_the_choice_round(shape, train):
     for delay in DELAYS:
         slower = chosen(delay)
         assert slower[0] == codec
-        assert slower[1] == pytest.approx(seconds, rel=0.1), "the host's delays are not among the times"
+        assert slower[1] == pytest.approx(seconds, rel=0.01), "the host's delays are not among the times"
+
+
+@pytest.mark.parametrize("codec", ["auto", "raw"])
+def test_the_device_is_held_back_only_until_the_choice_between_packed_and_raw_is_made(codec, monkeypatch):
+    held, hold, steps = [], SimulatedEngine.hold, 0
+    monkeypatch.setattr(SimulatedEngine, "hold", lambda self, s: (held.append(steps), hold(self, s))[1])
+    model, x = COMPUTES.model(train=False), torch.ones(16, COMPUTES.width, dtype=torch.bfloat16)
+    slow = simulated(COMPUTES, 11 * HOST_SECONDS)
+    with torch.no_grad(), carom.stream(model, device=slow, vram=COMPUTES.nbytes // 2, codec=codec) as session:
+        for steps in range(14):  # noqa: B007 - `hold` reads it
+            model(x)
+        chosen = len(set(held))
+        assert 0 < chosen <= HELD if codec == "auto" else not held
+        session.park()
+        for steps in range(14, 24):  # noqa: B007
+            model(x)
+        assert len(set(held)) == chosen, "a session that returns keeps its choice"
