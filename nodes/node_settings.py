@@ -211,11 +211,14 @@ def most_held(mode: str, limit: float, total: int) -> float:
     return min(limit, total - total // STREAMED_SHARE) if mode == "stream" else limit
 
 
-def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf) -> int | None:
+def next_budget(
+    now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf, away: bool = False
+) -> int | None:
     """Return the new budget in bytes, None to keep the present one.
 
     ``now``: the present budget (None: no session); ``held``: bytes on the device under it; ``streamed``: bytes that
-    are not resident; ``bound``: the bytes that ComfyUI offers from now on; ``limit``: the user's own limit. The budget
+    are not resident; ``bound``: the bytes that ComfyUI offers from now on; ``limit``: the user's own limit; ``away``:
+    whether the model is suspended, and its layout is made again in any case. The budget
     shrinks at once if ``held`` exceeds ``limit``, and for an offer that is much smaller than ``held``. It grows if the
     gain is worth a new layout. ComfyUI's offer changes a little from prompt to prompt (loaded kernels, cached memory),
     within ComfyUI's reserve. Following each such change would lay out the whole model each time.
@@ -226,7 +229,9 @@ def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: fl
         return int(min(bound, limit))
     if bound < held:
         return None if held - bound <= min(SHRINK_MOST, held // SHRINK_SHARE) else bound
-    if streamed and bound - now >= min(worth(streamed), streamed):
+    if streamed and bound - now >= (
+        min(GROW_LEAST, streamed // GROW_SHARE) if away else min(worth(streamed), streamed)
+    ):
         return bound
     return None
 

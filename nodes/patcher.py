@@ -215,11 +215,7 @@ class CaromPatcher:
         carom.active = True
         if carom.suspended and carom.packs and self._compiled():
             carom.close()
-        if carom.suspended:
-            if not carom.from_disk:
-                own_tensors(self.model)
-            carom.resume(bound, self._settings)
-        elif carom.session is None:
+        if carom.session is None:
             settings = self._settings
             compiled = self._compiled()
             if compiled:
@@ -227,16 +223,12 @@ class CaromPatcher:
                 settings = replace(settings, codec="raw")
             carom.open(self.load_device, bound, settings, compiled)
         else:
-            own_tensors(self.model)
-            limit = self._limit(carom.patches.wanted)
-            budget = next_budget(carom.budget, carom.held, carom.streamed, bound, limit)
-            if budget is None and carom.limit_changed and bound != carom.budget:
-                budget = (
-                    bound  # differences are tolerated in what ComfyUI offers, not in what the user asks for
-                )
-            if budget is None and carom.needs_more and bound < carom.held:
-                budget = bound  # passes need the memory; a difference is tolerated only where they need what they did
-            if budget is not None:
+            if not (carom.suspended and carom.from_disk):
+                own_tensors(self.model)
+            budget = self._new_budget(bound)
+            if carom.suspended:
+                carom.resume(budget, self._settings)
+            elif budget is not None:
                 carom.resize(budget)
         carom.limit_changed = False
         if self._compiled():
@@ -244,6 +236,24 @@ class CaromPatcher:
         carom.prepare_patches(bound, self._given_limit())
         carom.follow_room(self._limit(carom.patches.nbytes))
         carom.rank(self._settings.priority)
+
+    def _new_budget(self, bound: int) -> int | None:
+        """Return the new budget of the session for an offer of ``bound`` bytes, None to keep the present one.
+
+        A suspended session has the layout that it had on the device, and returns to it under the same budget.
+        """
+        carom = self._carom
+        limit = self._limit(carom.patches.wanted)
+        budget = next_budget(
+            carom.budget, carom.layout_bytes, carom.layout_streams, bound, limit, carom.suspended
+        )
+        if budget is None and carom.limit_changed and bound != carom.budget:
+            return bound  # differences are tolerated in what ComfyUI offers, not in what the user asks for
+        if budget is None and carom.needs_more and bound < carom.layout_bytes:
+            return (
+                bound  # passes need the memory; a difference is tolerated only where they need what they did
+            )
+        return budget
 
     def _compiled(self) -> bool:
         """Return whether a compile node wrapped the model, as a whole or block by block.

@@ -44,7 +44,8 @@ class Streaming(TakesRoom):
     ``active``: whether Carom has the weights, or is about to take them; ``suspended``: whether ComfyUI unloaded the
     model while the session keeps the weights on the host; ``budget``: the session's budget in bytes; ``held``: bytes on
     the device (resident, adapters, slots, staging); ``weights``: bytes of all weights, each counted once; ``streamed``:
-    bytes of streamed weights; ``note``: why the model does not stream, "" if it may; ``settings``: those of the patcher
+    bytes of streamed weights; ``layout_bytes``, ``layout_streams``: ``held`` and ``streamed`` under the last layout, to
+    which a suspended model returns; ``note``: why the model does not stream, "" if it may; ``settings``: those of the patcher
     that loaded the model last; ``limit_changed``: whether the user has changed the device memory that he allows since
     the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;
@@ -61,9 +62,9 @@ class Streaming(TakesRoom):
         self.active = False
         self.suspended = False
         self.budget: int | None = None
-        self.held = 0
+        self.held = self.layout_bytes = 0
         self.weights = 0
-        self.streamed = 0
+        self.streamed = self.layout_streams = 0
         self.note = ""
         self.settings: Settings | None = None
         self.limit_changed = False
@@ -262,9 +263,12 @@ class Streaming(TakesRoom):
         suspended_models[self] = None
         logger.info("Carom: the device was released in %.2f s", time.monotonic() - began)
 
-    def resume(self, bound: int, settings: Settings) -> None:
-        """Stream again after `suspend`, with ``bound`` bytes or the least budget that works. Raises as `open` does."""
-        assert self.session is not None
+    def resume(self, budget: int | None, settings: Settings) -> None:
+        """Stream again after `suspend`: as before if ``budget`` is None, else with ``budget`` bytes, or the least budget
+        that works. Raises as `open` does.
+        """
+        assert self.session is not None and self.budget is not None
+        bound = self.budget if budget is None else budget
         began = time.monotonic()
         limit = parse_limit(settings.vram, comfyui_api.device_bytes(self.session.device))
         bar = comfyui_api.LoadingBar()
@@ -274,13 +278,15 @@ class Streaming(TakesRoom):
             ram = self.ram
         with comfyui_api.laying_out(), progress_listener(bar):
             try:
-                self.session.set_budget(vram=bound, ram=ram)
+                if budget is not None or ram is not None:
+                    self.session.set_budget(vram=budget, ram=ram)
+                self.session.unpark()
             except BudgetError as error:
-                if error.least_bytes is None or error.least_bytes > limit:
+                if error.least_bytes is None or error.least_bytes > limit or not self.session.parked:
                     raise
                 bound = error.least_bytes
                 self.session.set_budget(vram=bound, ram=ram)
-            self.session.unpark()
+                self.session.unpark()
         suspended_models.pop(self, None)
         self.suspended, self.budget = False, bound
         self._measure()
@@ -380,6 +386,7 @@ class Streaming(TakesRoom):
         self.held = report.resident_bytes + report.adapter_bytes + slots
         self.weights = report.weight_bytes + report.adapter_bytes
         self.streamed = report.streamed_bytes
+        self.layout_bytes, self.layout_streams = self.held, self.streamed
         self.from_disk = report.ram_budget_bytes > 0
         self._count_pinned()
 
@@ -398,6 +405,8 @@ class Streaming(TakesRoom):
         if self.streams:
             budget = None if self.budget is None else self.budget + self.patches.nbytes
             return describe("stream", self.loaded, self.streamed, budget, stall, self.weights)
+        if self.suspended:
+            return describe("the weights wait in host memory", 0, 0, None)
         return describe(self.note or "whole", loaded, 0, None)
 
     def tell(self) -> None:

@@ -137,13 +137,15 @@ def _first_bytes(_result, value, *_arguments, **_options) -> int:
 
 
 def _count_as_a_card(package: str) -> None:
-    """Let Carom's engine of the CPU seem to pin memory, and units from 64 KiB on have buffers of their own, so that
-    weights are parked and return as on a GPU. ComfyUI itself pins nothing on the CPU.
+    """Let Carom's engine of the CPU seem to pin memory, and scale the sizes from which on it acts (a model of 23 MB stands
+    for one of 10 GB), so that weights are parked and return as on a GPU. ComfyUI itself pins nothing on the CPU.
     """
     pinner = importlib.import_module(f"{package}.core.host.arena").Pinner
     engine = importlib.import_module(f"{package}.core.device.cpu_engine").PlainEngine
     engine.pinner = pinner(lambda address, size: None, lambda address: None)
     importlib.import_module(f"{package}.core.placement.residents").SMALL_UNIT = 64 << 10
+    settings = importlib.import_module(f"{package}.nodes.node_settings")
+    settings.GROW_LEAST, settings.SHRINK_MOST = settings.GROW_LEAST >> 9, settings.SHRINK_MOST >> 9
     importlib.import_module(f"{package}.nodes.comfyui_api").pin_room = lambda: 1 << 40
 
 

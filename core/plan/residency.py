@@ -135,7 +135,8 @@ def plan_residency(
     resident.
 
     ``wish``: the region size to aim for; ``grain``: bytes to whose multiples the device's allocator rounds;
-    ``among``: the only units, apart from small ones, that may stay (None: any unit); ``packed``: whether
+    ``among``: units that stay before any others, apart from small ones (None: no unit comes first). Others stay
+    only beside all of them, so that a layout whose budget changes moves few units; ``packed``: whether
     units that can be packed stay in packed form. Raises BudgetError, which names the largest unit and the
     smallest budget that works.
     """
@@ -190,29 +191,36 @@ def plan_residency(
         staying.add(index, "used outside a module of its own" if units[index].loose else "small")
         if staying.cost + region() > available:
             staying.remove(index)
-    rest = [i for i in range(len(units)) if i not in resident and (among is None or i in among)]
-    total = sum(price(i) for i in rest)
-    room = available - staying.cost - region()
-    share = max(0.0, min(1.0, room / total)) if total else 0.0
-    credit = 0.0
-    # Spread the residents evenly: each unit adds its share of the free bytes to a credit, and a unit stays
-    # whenever the credit covers its size.
-    for index in rest:
-        credit += share * price(index)
-        if credit >= price(index) * 0.999 and stay(index, "spread evenly over the order of use"):
-            credit -= price(index)
-    # Fill the bytes that rounding left over, the largest units first.
-    for index in sorted(rest, key=lambda i: (-price(i), i)):
-        if index not in resident and index not in staying.packed:
-            stay(index, "fits into what is left")
-    # Where only some units may stay, those that stay packed are kept unpacked instead if the leftover bytes
-    # allow it; the bytes would otherwise only enlarge the region.
+
+    def spread(rest: list[int]) -> None:
+        """Keep units of ``rest`` as far as the budget allows."""
+        total = sum(price(i) for i in rest)
+        room = available - staying.cost - region()
+        share = max(0.0, min(1.0, room / total)) if total else 0.0
+        credit = 0.0
+        # Spread the residents evenly: each unit adds its share of the free bytes to a credit, and a unit stays
+        # whenever the credit covers its size.
+        for index in rest:
+            credit += share * price(index)
+            if credit >= price(index) * 0.999 and stay(index, "spread evenly over the order of use"):
+                credit -= price(index)
+        # Fill the bytes that rounding left over, the largest units first.
+        for index in sorted(rest, key=lambda i: (-price(i), i)):
+            if index not in resident and index not in staying.packed:
+                stay(index, "fits into what is left")
+
+    left = [i for i in range(len(units)) if i not in resident]
+    first = left if among is None else [i for i in left if i in among]
+    spread(first)
+    # Where some units come first, those that stay packed are kept unpacked instead if the leftover bytes allow it.
     for index in sorted(staying.packed if among is not None else (), key=lambda i: (-sizes[i], i)):
         staying.remove(index, raw=False)
         staying.add(index, "fits into what is left")
         if staying.cost + region() > available:
             staying.remove(index)
             staying.add(index, raw=False)
+    if all(index in resident for index in first):
+        spread([index for index in left if index not in resident])
     streamed = [sizes[i] for i in range(len(units)) if i not in resident]
     rest_bytes = (available - staying.cost) // grain * grain
     region_bytes = min(rest_bytes, rounded(sum(streamed)))

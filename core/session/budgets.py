@@ -19,6 +19,8 @@ from .policies.host_memory import HostMemory
 from .policies.raise_budget import RaiseBudget
 from .policy_runner import PolicyRunner
 
+_REMEMBERED = 8  # budgets
+
 
 class Budgets:
     """Changes the VRAM and RAM budgets of one session between steps."""
@@ -29,6 +31,7 @@ class Budgets:
     ) -> None:  # fmt: skip
         self._manager, self._weights, self._memory = manager, weights, memory
         self._host_memory, self._raise_budget, self._policies = host_memory, raise_budget, policies
+        self._among: dict[int, frozenset[str] | None] = {}  # `residents_among` of earlier budgets
 
     def set(self, vram: int | str | SharedBudget | None, ram: int | str | None) -> None:
         """Change the budgets as `Session.set_budget` describes. None leaves a budget as it is."""
@@ -80,12 +83,7 @@ class Budgets:
                 mine = ledger.promised_bytes + ledger.kept_bytes if vram is ledger.shared else 0
             budget = settings.vram_budget(vram, engine, mine, waiting)
             budget, note = settings.within_dedicated(budget, engine, mine + waiting)
-            # Under a smaller budget, choose the units to keep on the device among those that are there, so
-            # that no unit has to be loaded.
-            fell = budget < before.vram and not manager.phase.parked
-            # The same budget as before asks for the layout that was there before.
-            same = before.residents_among if budget == before.vram else None
-            among = manager.layout.resident_names() if fell else same
+            among = self._residents_first(before, budget)
             wanted = dataclasses.replace(wanted, vram=budget, note=note, residents_among=among, training=None)
         if ram is not None:
             root, held = manager.module.root, ledger.held_bytes
@@ -93,6 +91,21 @@ class Budgets:
             nbytes = settings.ram_beside_device(ram, engine, root, wanted.vram, own, held)
             wanted = dataclasses.replace(wanted, ram=nbytes)
         return wanted
+
+    def _residents_first(self, before: Wanted, budget: int) -> frozenset[str] | None:
+        """Return the names of the units that stay on the device before any others under ``budget``, None for none.
+
+        They are those that are there, so that a smaller budget loads no unit, and a larger one stores none of them for
+        streaming. The layout of a larger budget that was there before is made again.
+        """
+        if budget == before.vram:
+            return before.residents_among
+        self._among.pop(before.vram, None)
+        self._among[before.vram] = before.residents_among
+        if len(self._among) > _REMEMBERED:
+            del self._among[next(iter(self._among))]
+        names = self._manager.layout.resident_names()
+        return names if budget < before.vram else self._among.get(budget, names)
 
     def _follow(self, wanted: Wanted, vram: Any) -> Any:
         """Let the budget follow the device's free memory, follow a shared budget, or be fixed, depending on

@@ -29,8 +29,8 @@ class Wanted:
 
     ``vram``, ``ram``: budgets in bytes.
     ``packing``: how weights are packed, None if they are stored and copied to the device unpacked.
-    ``residents_among``: names of the units that may stay on the device, apart from small units; None for any
-    unit.
+    ``residents_among``: names of the units that stay on the device before any others, apart from small units;
+    None for none.
     ``stay``: names of tensors that must stay on the device, with the reason.
     ``training``: how trainable weights are kept ("resident" or "stream"), None if their size decides.
     ``gradients``: whether a forward has recorded gradients. Until then, weights that do not fit into the budget count

@@ -23,14 +23,14 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A plan, and what it was made of: settings, and the state of the module."""
+    """A plan or a least budget, and what it was made of: settings, and the state of the module."""
 
     settings: Settings
     tree: Tree
     tensors: tuple[int, ...]  # ids of the tensors of the carving's entries
     kinds: list[Any]
     carving: Carving
-    plan: Plan
+    found: Any
 
 
 class PlanCache:
@@ -44,6 +44,15 @@ class PlanCache:
 
     def find(self, settings: Settings) -> tuple[Carving, Plan] | None:
         """Return the carving and the plan for ``settings``, or None if they are not known."""
+        known = self._find(settings)
+        return None if known is None else (_copy(known.carving), known.found)
+
+    def least(self, settings: Settings) -> int | None:
+        """Return the least budget for ``settings``, whose own budget is 0, or None if it is not known."""
+        known = self._find(settings)
+        return None if known is None else known.found
+
+    def _find(self, settings: Settings) -> _Known | None:
         # Plans for another tree would keep weights in memory that were replaced.
         for known in [known for known in self._known if known.tree.changed()]:
             self._known.remove(known)
@@ -52,14 +61,16 @@ class PlanCache:
                 continue
             now = _kinds(self._root)
             if known.tensors == _tensors(known.carving) and all(map(_same, known.kinds, now)):
-                return _copy(known.carving), known.plan
+                return known
         return None
 
-    def keep(self, settings: Settings, carving: Carving, plan: Plan) -> None:
-        """Remember ``carving`` and ``plan`` as the result for ``settings``."""
+    def keep(self, settings: Settings, carving: Carving, found: Plan | int) -> None:
+        """Remember ``carving`` and its plan as the result for ``settings``, or the least budget if the budget of
+        ``settings`` is 0.
+        """
         own = _copy(carving)
         self._known.appendleft(
-            _Known(settings, Tree(self._root), _tensors(own), _kinds(self._root), own, plan)
+            _Known(settings, Tree(self._root), _tensors(own), _kinds(self._root), own, found)
         )
 
     def forget(self) -> None:

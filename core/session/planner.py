@@ -106,16 +106,17 @@ class Planner:
         ``present``.
         """
         if self._least is None or self._least[0].placement is not present.placement:
-            chosen = self.settings(wanted)
+            chosen = self.settings(dataclasses.replace(wanted, vram=0, residents_among=None))
             if chosen.training is None and present.carving.adapters:
                 chosen = dataclasses.replace(chosen, training="resident")
-            try:
-                rule_planner.decide(
-                    self._module.root, dataclasses.replace(chosen, vram=0), self._engine.grain
-                )
-                least = 0
-            except BudgetError as error:
-                least = error.least_bytes or 0
+            least = self._cache.least(chosen)
+            if least is None:
+                try:
+                    rule_planner.decide(self._module.root, chosen, self._engine.grain)
+                    least = 0
+                except BudgetError as error:
+                    least = error.least_bytes or 0
+                self._cache.keep(chosen, present.carving, least)
             self._least = present, least
         return self._least[1]
 

@@ -41,7 +41,7 @@ class Settings:
     ``from_file``: returns whether a tensor's bytes come from a weights file; None if there is no weights
     file.
     ``packs``: whether to reserve staging memory, in which packed weights are unpacked.
-    ``among``: names of the units that may stay on the device, apart from small units; None for any unit.
+    ``among``: names of the units that stay on the device before any others, apart from small units; None for none.
     ``wires``: returns the bytes of a unit when packed, 0 if the unit cannot be packed; None if units may not
     stay on the device packed.
     ``staged``: returns the staging bytes that a unit takes, 0 for none; None if these are not known.
@@ -289,8 +289,7 @@ def by_rule(
     """
     among = settings.among
     names = {unit.name: index for index, unit in enumerate(carving.units)}
-    # The names are those of an earlier carving. If the present carving lacks any of these units, any unit may
-    # stay on the device.
+    # The names are those of an earlier carving. If the present carving lacks any of these units, none comes first.
     chosen = {names[name] for name in among} if among is not None and among <= names.keys() else None
     return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen, packed)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
+from carom.core.session import rule_planner
 from carom.core.session.layout_manager import LayoutManager
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
 from carom.nodes import leftover_memory, node_settings, opening
@@ -293,3 +294,38 @@ def test_what_is_asked_back_because_it_was_taken_and_a_little_more_is_not_taken_
         if wanted > card.free:
             card.patcher.partially_unload(CPU, wanted - card.free)
     assert not laid_out
+
+
+def residents(card: Card) -> frozenset[str]:
+    return inside(card.carom.session).manager.layout.resident_names()
+
+
+@pytest.mark.parametrize("difference", [-0.4, 0.4])
+def test_a_suspended_model_returns_to_the_layout_that_it_had_where_the_offer_differs_by_little(
+    comfy, monkeypatch, difference
+):
+    card = Card(monkeypatch, comfy)
+    expected = card.run()
+    budget, before = card.carom.budget, residents(card)
+    card.carom.forget_room()
+    planned: list[object] = []
+    decide = rule_planner.decide
+    monkeypatch.setattr(rule_planner, "decide", lambda *a: (planned.append(1), decide(*a))[1])
+    for _ in range(3):
+        planned.clear()
+        card.patcher.detach()
+        assert torch.equal(card.run(kept=card.kept - int(difference * LAYER)), expected)
+        card.carom.forget_room()
+        assert card.carom.budget == budget and residents(card) == before
+    assert not planned
+
+
+def test_a_suspended_model_whose_budget_grows_keeps_all_residents_that_it_had(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    expected = card.run()
+    budget, before = card.carom.budget, residents(card)
+    for _ in range(2):
+        card.patcher.detach()
+        assert torch.equal(card.run(), expected)
+        assert residents(card) >= before
+    assert card.carom.budget >= budget + LAYER and len(residents(card)) > len(before)
