@@ -155,3 +155,15 @@ def test_resident_cost_is_what_an_allocator_reserves(nbytes, grain):
     assert sum(nbytes) <= cost <= sum(nbytes) + grain * (len(large) + 1)
     assert cost % grain == 0
     assert round_up(cost, grain) == cost
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6, 0.8])
+def test_units_that_come_first_all_stay_under_a_larger_budget_with_others_beside_them(share):
+    units = [UnitSize(f"blocks.{i}", (8 + i % 3) * 16 * MIB) for i in range(40)]
+    total = sum(unit.nbytes for unit in units)
+    before = plan_residency(units, int(0.4 * total))
+    after = plan_residency(units, int(share * total), among=before.resident)
+    assert after.resident.keys() > before.resident.keys()
+    assert after.region_bytes <= before.region_bytes + 10 * 16 * MIB, "the memory is used for residents"
+    less = plan_residency(units, int(0.3 * total), among=before.resident)
+    assert less.resident.keys() < before.resident.keys()

@@ -220,6 +220,32 @@ def test_what_streamed_before_it_became_resident_is_put_aside_and_returns_from_t
     assert torch.equal(run(net), expected)
 
 
+@pytest.mark.parametrize("parked", [True, False])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_larger_budget_keeps_all_residents_and_copies_those_that_come_and_no_other(
+    crossings, codec, parked, monkeypatch
+):
+    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    net = Net(8)
+    expected = run(net)
+    with streamed(net, 0.5, codec) as session:
+        run(net)
+        session.park(keep=True)
+        session.unpark()
+        before = session.plan.resident.keys()
+        for share in (0.62, 0.74):
+            if parked:
+                session.park(keep=True)
+            crossings.clear()
+            session.set_budget(vram=int(share * size(net)))
+            session.unpark()
+            assert session.plan.resident.keys() > before and not crossings.encoded and not crossings.out
+            assert len(crossings.into) == len(session.plan.resident) - (0 if parked else len(before))
+            assert torch.equal(run(net), expected)
+            before = session.plan.resident.keys()
+    assert torch.equal(run(net), expected)
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_resident_that_was_written_to_unseen_is_copied_again_and_no_other(crossings, small_unit, codec):
     net, twin = Net(), Net()
