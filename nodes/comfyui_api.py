@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -168,8 +169,11 @@ def spill_folder(nbytes: int) -> str:
 
 
 def count_pinned(change: int) -> None:
-    """Add ``change`` bytes to ComfyUI's count of pinned bytes, so that its limit covers ComfyUI and Carom together."""
-    found = management()
+    """Add ``change`` bytes to ComfyUI's count of pinned bytes, so that its limit covers ComfyUI and Carom together.
+
+    A model may be freed after ComfyUI's modules (a process that ends, tests). There is no count then.
+    """
+    found: Any = sys.modules.get("comfy.model_management")
     if change and hasattr(found, "TOTAL_PINNED_MEMORY"):
         found.TOTAL_PINNED_MEMORY = max(0, found.TOTAL_PINNED_MEMORY + change)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -223,3 +224,19 @@ def test_pins_of_a_closed_and_of_a_suspended_model_are_comfyuis_again(comfy, mon
     for patcher in (first, second):
         streaming_of(patcher.model).close()
     assert comfy.management.TOTAL_PINNED_MEMORY == 0
+
+
+def test_a_model_that_is_freed_after_comfyui_gives_its_memory_back(tmp_path, caplog):
+    with installed(tmp_path):
+        comfy = SimpleNamespace(
+            ModelPatcher=sys.modules["comfy.model_patcher"].ModelPatcher,
+            Linear=sys.modules["comfy.ops"].disable_weight_init.Linear,
+        )
+        patcher = make(comfy, str(3 * BLOCK))
+        run(patcher)
+        streaming = streaming_of(patcher.model)
+        session = streaming.session
+        assert session is not None
+    del patcher
+    gc.collect()
+    assert streaming.model is None and session.closed and not caplog.records
