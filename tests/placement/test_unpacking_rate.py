@@ -1,9 +1,14 @@
-"""How fast the device unpacks is told by the largest unit: the time of a small one is that of its launch."""
+"""How fast the device unpacks: by the largest unit, and without the host's seconds for the launch."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import carom
+import pytest
 import torch
+from carom.core.placement import decoder_check
 from carom.core.placement.decoder_check import DecoderCheck
 from tests_inside import inside
 from tests_models import WideModel
@@ -40,3 +45,42 @@ def test_the_rate_is_that_of_the_largest_unit_within_a_half(monkeypatch):
         largest = max(unit.nbytes for unit in inside(session).placement.streamed if unit.packed)
         assert sizes and inside(session).placement.tier.decoder_check.decode_bytes_per_second >= largest / 2
         assert len(sizes) < len(inside(session).placement.streamed), "each of a size once"
+
+
+class Clocks:
+    """An engine with a host that takes ``launch`` seconds for a decoding, and a device that takes ``decode`` seconds."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, launch: float, decode: float) -> None:
+        self.launch, self.decode = launch, decode
+        self.host = self.ready = 0.0  # times; the device is ready for more work at the second one
+
+    def mark(self) -> float:
+        self.ready = max(self.ready, self.host)
+        return self.ready
+
+    def hold(self, seconds: float) -> None:
+        self.ready = max(self.ready, self.host) + seconds
+
+    def __call__(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        self.host += self.launch
+        self.ready = max(self.ready, self.host) + self.decode
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.ready)
+
+    def elapsed(self, before: float, after: float) -> float:
+        return after - before
+
+
+@pytest.mark.parametrize("launch", [1e-6, 1e-3, 1e-2])
+def test_a_slow_host_does_not_make_the_decoder_look_slow(launch, monkeypatch):
+    engine: Any = Clocks(launch, decode=1e-4)
+    monkeypatch.setattr(decoder_check, "time", SimpleNamespace(perf_counter=lambda: engine.host))
+    unit: Any = SimpleNamespace(
+        decoder=engine, nbytes=1 << 20, block=SimpleNamespace(data=torch.zeros(8, dtype=torch.uint8))
+    )
+    check = DecoderCheck(engine)
+    check._time_decoding(unit)
+    assert check.decode_bytes_per_second == pytest.approx((1 << 20) / 1e-4)
