@@ -33,7 +33,7 @@ from ..results.provenance import ProvenanceError, provenance
 
 CODECS = ("auto", "raw", "lossless")
 BUDGETS = (0.3, 0.5, 0.75)  # shares of the weights
-BEFORE, SETTLE = 7, 4  # steps before the choice, and steps after it that are not measured on a GPU
+BEFORE, SETTLE = 7, 4  # steps before the choice, and after it
 HELD = 3  # most steps in which the device is held back before the choice
 MEASURED = 4  # steps of a span on a GPU
 SPANS = 3  # spans; the median counts
@@ -159,10 +159,13 @@ def cells(shapes: Sequence[Shape] = SHAPES, budgets: Sequence[float] = BUDGETS) 
                 yield Cell(shape, budget, train)
 
 
-def run(model: Model, cell: Cell, codec: str, device: Any, before: int) -> dict[str, Any]:
+def run(
+    model: Model, cell: Cell, codec: str, device: Any, before: int, after: int = SETTLE
+) -> dict[str, Any]:
     """Return the seconds of a settled step of ``cell`` with ``codec``, and how weights crossed then.
 
-    ``before``: number of steps before the session chooses.
+    ``before``: number of steps before the session chooses. ``after``: number of steps after that and before those of a
+    GPU that are measured.
     """
     cuda = not isinstance(device, SimulatedDevice)
     shape = cell.shape
@@ -185,7 +188,7 @@ def run(model: Model, cell: Cell, codec: str, device: Any, before: int) -> dict[
         for _ in range(before):
             step()
         session.tune()
-        for _ in range(SETTLE):
+        for _ in range(after):
             step()
         walls = []
         for _ in range(SPANS if cuda else 0):
@@ -232,9 +235,10 @@ def row(cell: Cell, device: Any) -> dict[str, Any]:
 def with_slow_hosts(cell: Cell) -> dict[str, str]:
     """Return the codec that ``codec="auto"`` chooses for ``cell`` by the host's delay, in multiples of `HOST_SECONDS`."""
     model = cell.shape.model(cell.train)
-    hosts = {delay: simulated(cell.shape, (1 + delay) * HOST_SECONDS) for delay in (0, *DELAYS)}
+    hosts = {delay: simulated(cell.shape, (1 + delay) * HOST_SECONDS) for delay in DELAYS}
     return {
-        str(delay): run(model, cell, "auto", host, BEFORE + HELD)["codec"] for delay, host in hosts.items()
+        str(delay): run(model, cell, "auto", host, BEFORE + HELD, after=0)["codec"]
+        for delay, host in hosts.items()
     }
 
 

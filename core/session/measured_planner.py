@@ -136,22 +136,22 @@ def choose(packed: Sequence[Priced], raw: Priced | None) -> Priced:
 
 
 def advise(
-    carving: Carving, plan: Plan, now: float, best: Priced, learnt: TensorTimes, copies: bool
+    carving: Carving, plan: Plan, now: float, best: Priced, learnt: TensorTimes, copies: bool, unpacks: bool
 ) -> Advice:
     """Return whether a change from the present layout (``carving``, ``plan``) to ``best`` is worthwhile.
 
     ``now``: predicted seconds of a step with the present layout.
     ``copies``: whether streamed units keep their blocks of host memory through the change.
+    ``unpacks``: whether weights cross packed now and raw under ``best``.
     """
     # A new layout copies streamed units within host memory and pins them, even if they stay streamed.
     move = 2 * sum(unit.nbytes for unit in carving.units) / learnt.link.bytes_per_second
-    recoded = best.wanted.packing is not None and best.wanted.packing.plain
-    if copies and not recoded:  # streamed units keep their blocks, so only the fixed cost of a layout remains
+    if copies and not unpacks:  # streamed units keep their blocks, so only the fixed cost of a layout remains
         move = min(move, SETTLING)
     move += _crossing(carving, plan, best) / learnt.link.bytes_per_second
     move += _leaving(carving, plan, best) / HOSTING
     saves = now - best.seconds
-    worthwhile = saves > 0 if recoded else saves >= WORTH * now
+    worthwhile = saves > 0 if unpacks else saves >= WORTH * now
     return Advice(best, now, saves, move, worthwhile, learnt)
 
 

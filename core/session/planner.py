@@ -198,7 +198,9 @@ class Planner:
         if plain is not None and plain.streamed_bytes > wanted.ram:
             plain = None
         best = measured_planner.choose([priced(way) for way in packed], plain)
-        advice = measured_planner.advise(layout.carving, layout.plan, present, best, learnt, copies)
+        advice = measured_planner.advise(
+            layout.carving, layout.plan, present, best, learnt, copies, best is plain
+        )
         if learnt.host_bound and not wanted.coarse:
             coarse = priced(dataclasses.replace(best.wanted, coarse=True))
             return measured_planner.spare_host(advice, coarse, learnt)

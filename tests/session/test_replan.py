@@ -11,6 +11,7 @@ import pytest
 import torch
 from carom.benchmarks.engines import codec_choice
 from carom.core.model.units import Carving
+from carom.core.placement.packer import Packing
 from carom.core.plan.predict import Link
 from carom.core.plan.profile import ForwardTiming, StepProfile, UnitTensors, UnitTiming, learn
 from carom.core.plan.residency import Plan
@@ -94,7 +95,7 @@ def test_a_change_counts_what_it_brings_to_the_host():
 
     def brought(carving_after, plan_after):
         after = Priced(Wanted(0, 0), carving_after, plan_after, 0.5)
-        return advise(carving, before, 1.0, after, learnt, False).move * HOSTING
+        return advise(carving, before, 1.0, after, learnt, copies=False, unpacks=False).move * HOSTING
 
     stay = dict(list(before.resident.items())[::2])
     leaving = before.resident.keys() - stay.keys()
@@ -118,6 +119,15 @@ def test_weights_cross_packed_only_where_that_is_faster(packed, raw, best):
     layouts = [Priced(Wanted(0, 0), Carving([], [], []), Plan(0, 0, 0, {}, 0), seconds) for seconds in packed]
     plain = None if raw is None else dataclasses.replace(layouts[0], seconds=raw)
     assert choose(layouts, plain) is (plain if best == "raw" else layouts[best])
+
+
+@pytest.mark.parametrize("unpacks", [True, False])
+def test_a_small_gain_is_worth_a_change_only_where_weights_cross_raw_from_then_on(unpacks):
+    net = Net()
+    carving, plan = planner.decide(net, planner.Settings(size(net) // 2, "block", None, {}), 512)
+    learnt: Any = SimpleNamespace(link=Link(1e9, 0.0))
+    better = Priced(Wanted(0, 0, Packing(plain=True)), carving, plan, 0.99)
+    assert advise(carving, plan, 1.0, better, learnt, copies=True, unpacks=unpacks).worthwhile is unpacks
 
 
 def test_the_layout_does_not_change_under_a_graph_that_is_still_wanted():
