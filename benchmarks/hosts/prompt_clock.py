@@ -92,16 +92,17 @@ class StackSampler:
         for place in seen:
             self._within[part][place] += seconds
 
-    def text(self, top: int = 25) -> str:
+    def text(self, top: int = 80) -> str:
         """Return the places that took the most time in each part since the last call: innermost frames first, then
-        functions with all that they call.
+        functions with all that they call, but those that run the whole part.
         """
         lines = []
         for part, total in sorted(self._taken.items(), key=lambda found: -found[1]):
             lines.append(f"== {part}: {total:.2f} s")
             for title, found in (("innermost", self._places[part]), ("within", self._within[part])):
                 lines.append(f"-- {title}")
-                longest = sorted(found.items(), key=lambda place: -place[1])[:top]
+                some = {place: seconds for place, seconds in found.items() if seconds < 0.95 * total}
+                longest = sorted((some or found).items(), key=lambda place: -place[1])[:top]
                 lines += [f"{seconds:8.3f} s  {place}" for place, seconds in longest]
         self._forget()
         return "\n".join(lines)

@@ -167,6 +167,8 @@ def main(job: dict) -> None:
         tell(found)
         gc.collect()  # as the server's loop does between prompts
         importlib.import_module("comfy.model_management").soft_empty_cache()
+    if sampler is not None:
+        sampler.stop()  # a timer signal would end the process while Python exits
 
 
 def forget_models(executor):

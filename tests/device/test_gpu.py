@@ -739,7 +739,7 @@ def test_the_first_layout_copies_a_mapped_file_through_pinned_buffers(tmp_path, 
     with carom.stream(model, device=CUDA, vram=nbytes // 2, codec=codec) as session, torch.no_grad():
         assert torch.equal(model(x), resident)
         assert all(torch.equal(session.read(name).cpu(), value) for name, value in values.items())
-    assert len(copied) > 4
+    assert copied
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
