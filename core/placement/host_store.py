@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..host.arena import HostArena
+from ..host.spare_blocks import SpareBlocks
 from ..model.units import Unit
 from .host_copies import HostCopies, HostCopy
 from .packed_tensor import PackedTensor
@@ -29,11 +30,13 @@ class HostStore:
     ``copies``: host copies of units from the previous layout, None if none are kept.
     ``shelf``: packed weights, by the id of the model's tensor. While a weight is on the shelf, the model's
     tensor has no bytes of its own.
+    ``spares``: pinned blocks that were made ahead for residents, None if none are.
     """
 
     arena: HostArena
     copies: HostCopies | None
     shelf: dict[int, PackedTensor]
+    spares: SpareBlocks | None = None
 
     # -- packed weights
 

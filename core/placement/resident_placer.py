@@ -16,7 +16,7 @@ from torch import nn
 
 from ..common.errors import UnsupportedError
 from ..device.engine import Engine
-from ..host.arena import prefault, typed_view, workers
+from ..host.arena import Block, prefault, typed_view, workers
 from ..host.page_release import MappedFiles
 from ..model.units import Entry, Unit
 from ..plan.residency import round_up
@@ -336,6 +336,8 @@ class ResidentPlacer:
                 self.keep_matching_residents([], [], [], units)
             finally:
                 self._prefaulting = None
+                if self._store.spares is not None:
+                    self._store.spares.clear()
 
     def _use_host_copy(self, members: list[Moved], shared_buffer: SharedBuffer | None) -> bool:
         """Let tensors use their host copy, if it still holds their values, so that nothing is copied from the
@@ -367,18 +369,13 @@ class ResidentPlacer:
         """Copy the tensors of ``buffer`` to a pinned block by one copy, and let them use the block. Returns False if the
         limit of pinned memory does not allow it.
         """
-        engine, arena, unit = self._engine, self._store.arena, buffer.unit
-        if engine.shares_host or not arena.has_room(unit.nbytes) or self._store.copies is None:
+        engine, unit = self._engine, buffer.unit
+        if engine.shares_host or self._store.copies is None:
             return False
         if any(entry.tensor.data_ptr() != buffer.start + entry.offset for entry in unit.entries):
             return False  # the program exchanged the memory of tensors
-        block = arena.allocate(unit.nbytes)
-        with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
-            for job in prefault(
-                block.data, pool
-            ):  # copies run at the link's full rate only into pinned memory
-                job.result()
-        if not arena.pin(block):
+        block = self._pinned_block(unit.nbytes, pool)
+        if block is None:
             return False
         engine.synchronize(engine.copy_out(block.data, self._bytes_of(buffer)))
         tensors = [entry.tensor for entry in unit.entries]
@@ -390,6 +387,26 @@ class ResidentPlacer:
         self._store.copies.keep(unit, copy)
         self._store.attach_to_copy(copy)
         return True
+
+    def _pinned_block(self, nbytes: int, pool: ThreadPoolExecutor) -> Block | None:
+        """Return a pinned block, into which copies run at the link's full rate: one that was made ahead, or a new one.
+        Returns None if the limit of pinned memory does not allow it.
+        """
+        arena, spares = self._store.arena, self._store.spares
+        block = None if spares is None else spares.take(nbytes)
+        if block is not None:
+            return block
+        if not arena.has_room(nbytes):
+            return None
+        block = arena.allocate(nbytes)
+        for job in prefault(block.data, pool):
+            job.result()
+        return block if arena.pin(block) else None
+
+    def unsaved_bytes(self) -> list[int]:
+        """Return the bytes of each buffer on the device of which there is no host copy, so that `put_aside` copies it."""
+        buffers = {id(moved.shared_buffer): moved.shared_buffer for moved in self.device_tensors.moved}
+        return [buffer.nbytes for buffer in buffers.values() if buffer is not None and buffer.copy is None]
 
     # -- moving tensors back
 

@@ -7,6 +7,7 @@ from ..host import probe
 from ..host.arena import HostArena
 from ..host.kept_pieces import KeptPieces
 from ..host.shared_image import SharedImage
+from ..host.spare_blocks import SpareBlocks
 from ..placement.gather import Gather
 from ..placement.host_copies import HostCopies
 from ..placement.packed_tensor import PackedTensor, give_back
@@ -19,6 +20,7 @@ class HostResources:
     weights.
 
     ``arena``: allocates and pins blocks of host memory.
+    ``spares``: pinned blocks for residents that will be put aside.
     ``shelf``: packed weights, by the id of the model's tensor.
     ``copies``: blocks with the bytes of units (groups of weights) that the next layout can use again.
     ``kept``: what the cache of weights from files held at the end of the last layout, for the next one.
@@ -35,11 +37,17 @@ class HostResources:
         self.gather: Gather | None = None
         self.peers: PeerMemory | None = None
         self.arena = HostArena(engine.pinner, probe.pin_limit(ram))
-        self.arena.reclaim = self.copies.unpin_resident_copies
+        self.spares = SpareBlocks(self.arena)
+        self.arena.reclaim = self._reclaim
+
+    def _reclaim(self, nbytes: int) -> None:
+        """Unpin memory that no streamed unit uses, until ``nbytes`` are unpinned or none is left."""
+        self.copies.unpin_resident_copies(nbytes - self.spares.clear())
 
     def begin_layout(self, ram: int, notes: list[str]) -> None:
         """Let the next layout pin at most ``ram`` bytes, or fewer if the system allows fewer, and report ``notes``."""
         self.kept.set_budget(min(ram, self.kept.budget))
+        self.spares.clear()
         self.arena.begin_layout(probe.pin_limit(ram))
         self.arena.notes += notes
 

@@ -359,6 +359,14 @@ class LayoutManager:
         if interrupted is not None:
             raise interrupted
 
+    def prepare_park(self) -> None:
+        """Begin to make pinned blocks for the residents that `park` would copy to the host."""
+        with self.lock:
+            if self.attached and self.simple and not self.engine.shares_host:
+                placement = self.layout.placement
+                if not placement.came_on_device:
+                    self.host.spares.prepare(placement.residents.unsaved_bytes())
+
     def close(self, discard: bool = False) -> None:
         """Restore the module as it was before the session. After a failure the call may be repeated.
 
@@ -402,6 +410,7 @@ class LayoutManager:
         if self._finished:
             return
         self.host.copies.clear()
+        self.host.spares.clear()
         self.module.unbind(self.host, self.engine)
         if self.host.image is not None:
             self.host.image.close()
@@ -554,7 +563,7 @@ class LayoutManager:
         require.
         """
         host, checkpoint = self.host, self.module.checkpoint
-        store = HostStore(host.arena, host.copies if self.simple else None, host.shelf)
+        store = HostStore(host.arena, host.copies if self.simple else None, host.shelf, host.spares)
         source = None
         if checkpoint is not None:
             checkpoint.make_room = host.kept.yield_bytes

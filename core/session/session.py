@@ -248,6 +248,15 @@ class Session:
         """
         park(self._parts, keep)
 
+    def prepare_park(self) -> None:
+        """Make the pinned host memory that ``park(keep=True)`` needs, in the background, as far as ``ram`` allows.
+
+        To be called when steps begin, if the session will be parked after them. Without the call, the first park takes
+        longer, because it makes the memory itself.
+        """
+        self._need_open()
+        self._manager.prepare_park()
+
     def unpark(self) -> None:
         """Move the weights of a parked session to the device again."""
         self._parts.passes.unpark()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import carom
@@ -10,6 +11,8 @@ import pytest
 import torch
 from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
+from carom.core.host.arena import HostArena
+from carom.core.placement import residents as residents_module
 from carom.core.session import rule_planner
 from carom.core.session.layout_manager import LayoutManager
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
@@ -329,3 +332,18 @@ def test_a_suspended_model_whose_budget_grows_keeps_all_residents_that_it_had(co
         assert torch.equal(card.run(), expected)
         assert residents(card) >= before
     assert card.carom.budget >= budget + LAYER and len(residents(card)) > len(before)
+
+
+def test_the_memory_into_which_a_model_makes_way_is_pinned_while_it_samples(comfy, monkeypatch):
+    monkeypatch.setattr(residents_module, "SMALL_UNIT", 1)
+    card = Card(monkeypatch, comfy)
+    expected = card.run()
+    spares = inside(card.carom.session).manager.host.spares
+    while spares.busy:
+        time.sleep(0.001)
+    pinned: list[object] = []
+    pin = HostArena.pin
+    monkeypatch.setattr(HostArena, "pin", lambda *a: (pinned.append(1), pin(*a))[1])
+    card.patcher.detach()
+    assert card.carom.suspended and not pinned
+    assert torch.equal(card.run(), expected)

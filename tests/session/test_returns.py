@@ -3,12 +3,15 @@ counted."""
 
 from __future__ import annotations
 
+import mmap
+import time
 from dataclasses import dataclass, field
 
 import carom
 import pytest
 import torch
 from carom.core.device.simulated import SimulatedEngine
+from carom.core.host.arena import HostArena
 from carom.core.placement import host_copies, packer, placement
 from carom.core.placement.packed_tensor import PackedTensor
 from carom.core.session import rule_planner
@@ -326,3 +329,59 @@ def test_the_proof_that_a_resident_did_not_change_takes_few_operators_whatever_i
         session.park(keep=True)
         assert len(counted) == len(session.plan.resident) >= 2, "one proof for each unit of four tensors"
         assert max(counted) <= 36
+
+
+def wait_for_spares(session):
+    spares = inside(session).manager.host.spares
+    while spares.busy:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_first_park_pins_nothing_where_its_memory_was_prepared_during_the_steps(
+    crossings, small_unit, codec, monkeypatch
+):
+    net = Net()
+    expected = run(net)
+    with streamed(net, 0.7, codec) as session:
+        before = session.report().pinned_bytes
+        session.prepare_park()
+        wait_for_spares(session)
+        resident = sum(resident_bytes(session))
+        prepared = session.report().pinned_bytes - before
+        assert resident <= prepared <= resident + len(session.plan.resident) * mmap.PAGESIZE
+        session.prepare_park()
+        wait_for_spares(session)
+        assert session.report().pinned_bytes == before + prepared, "once"
+        assert torch.equal(run(net), expected)
+        pinned: list[object] = []
+        pin = HostArena.pin
+        monkeypatch.setattr(HostArena, "pin", lambda *a: (pinned.append(a[1]), pin(*a))[1])
+        session.park(keep=True)
+        assert not [block for block in pinned if not block.pinned] and len(pinned) == 0
+        assert crossings.out == resident and session.report().pinned_bytes == before + prepared
+        session.unpark()
+        session.prepare_park()
+        wait_for_spares(session)
+        assert session.report().pinned_bytes == before + prepared, "all residents have copies"
+        assert torch.equal(run(net), expected)
+    assert inside(session).arena.pinned_bytes == 0
+
+
+def test_memory_that_was_prepared_for_a_park_gives_way_to_streamed_weights_and_ends_with_the_session(
+    small_unit,
+):
+    net = Net()
+    expected = run(net)
+    with streamed(net, 0.7) as session:
+        ram = session.report().pinned_bytes + sum(resident_bytes(session)) + (1 << 14)
+    with streamed(net, 0.7, ram=ram) as session:
+        session.prepare_park()
+        wait_for_spares(session)
+        assert session.report().pinned_bytes <= ram
+        session.set_budget(vram=int(0.4 * size(net)))
+        assert session.report().pageable_bytes == 0 and session.report().pinned_bytes <= ram
+        assert torch.equal(run(net), expected)
+        session.prepare_park()
+    wait_for_spares(session)
+    assert inside(session).arena.pinned_bytes == 0
