@@ -80,6 +80,7 @@ class HostArena:
         self._unpinned: deque[int] = deque()
         self.pinned_peak_bytes = 0
         self.pageable_bytes = 0
+        self.made = 0  # number of blocks that were allocated
         self.notes: list[str] = []
         # Called with a number of bytes when pinning would exceed the limit. The function, which the owner of
         # the arena sets, should unpin that many bytes of other blocks.
@@ -120,6 +121,7 @@ class HostArena:
         """Return an unpinned block of ``nbytes`` whose pages are not touched yet. Raises MemoryError if the
         system refuses.
         """
+        self.made += 1
         return Block(_as_tensor(allocate_pages(nbytes)), False, 0)
 
     def pin(self, block: Block) -> bool:

@@ -187,7 +187,8 @@ class PackedTier(BlockTier):
                 pins.append(pinner.submit(self.store.arena.pin, backing.block))
             for pin in pins:
                 pin.result()
-        self.engine.trim()  # release the temporary memory of encoding, so that the session's buffers fit
+        if pins:
+            self.engine.trim()  # release the temporary memory of encoding, so that the session's buffers fit
         return self.backings
 
     def _start_moving(

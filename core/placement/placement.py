@@ -32,6 +32,7 @@ class Placement:
 
     def __init__(self, engine: Engine, store: HostStore, tier: Tier) -> None:
         self.tier = tier
+        self._store = store
         self.residents = ResidentPlacer(engine, store, tier)
         self.notes: list[str] = []
         # Methods that concern only residents are those of the placer.
@@ -54,10 +55,15 @@ class Placement:
         """Store ``units`` in the tier, from which ``runtime`` streams them. Move residents that were deferred
         to the device.
         """
+        copies, made = self._store.copies, self._store.arena.made
+        returns = (
+            copies is not None and len(copies) > 0
+        )  # most weights lie in blocks, not in the C allocator's memory
         with self.residents.uploading(units):
             self.tier.place(units, runtime, self.residents)
             self.residents.place_remaining()
-        return_freed_memory()
+        if not returns or self._store.arena.made != made or self.residents.left_host:
+            return_freed_memory()
         return self.tier.backings
 
     def settled(self) -> None:

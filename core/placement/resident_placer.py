@@ -52,6 +52,7 @@ class ResidentPlacer:
         self._prefaulting: ThreadPoolExecutor | None = None  # set while residents are put aside
         self.loaded_bytes = 0
         self.adapter_bytes = 0
+        self.left_host = False
 
     @property
     def resident_bytes(self) -> int:
@@ -220,6 +221,7 @@ class ResidentPlacer:
                 if not filled:
                     self.uploads.copy(view, value)
                     self.drop_pages(value)
+                    self.left_host = True
             del value, like
             self.device_tensors.moved.append(Moved(tensor, self._take_origin(tensor), shared_buffer))
             tensor.data = view
@@ -291,6 +293,7 @@ class ResidentPlacer:
         if before is not None:
             self.drop_pages(before)
             self.loaded_bytes += size
+            self.left_host = True
         return size
 
     # -- changes by the model
