@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .aitoolkit_parts import job_parts, parts_table
 from .rounds import pooled, spread
 
 SHORT = 24  # steps over which long runs are compared with short runs, in addition to all of their steps
 WARM = 5  # number of steps before the probe's figures begin
+SAMPLE_STEPS = 4  # denoising steps of a sample
 FLOAT8 = "float8-"
 CONTEXT = 1 << 30  # bytes that a CUDA context and its kernels take of a card
 WORD = re.compile(
@@ -136,6 +138,7 @@ def job(
 ) -> dict[str, Any]:
     """Return the job file of one configuration; models, pictures and outputs are in folders below ``folder``."""
     cpu, rank = shape.device == "cpu", config.rank or shape.rank
+    save_every, sample_every = pauses(steps)
     section: dict[str, Any] = {"name_or_path": str(folder / "models" / model), "arch": "zimage"}
     if config.float8:
         section |= {"quantize": True, "qtype": "float8"}
@@ -149,7 +152,7 @@ def job(
         "training_folder": str(folder / "output"),
         "device": shape.device,
         "network": {"type": "lora", "linear": rank, "linear_alpha": rank},
-        "save": {"dtype": "float16", "save_every": 1 << 20, "max_step_saves_to_keep": 1},
+        "save": {"dtype": "float16", "save_every": save_every, "max_step_saves_to_keep": 1},
         "datasets": [
             {
                 "folder_path": str(folder / "models" / "images"), "caption_ext": "txt",
@@ -159,16 +162,26 @@ def job(
         "train": {
             "batch_size": 1, "steps": steps, "gradient_checkpointing": shape.checkpointing,
             "train_unet": True, "train_text_encoder": False, "noise_scheduler": "flowmatch", "optimizer": "adamw",
-            "lr": 1e-4, "dtype": "float32" if cpu else "bf16", "disable_sampling": True,
+            "lr": 1e-4, "dtype": "float32" if cpu else "bf16",
+            "disable_sampling": not sample_every, "skip_first_sample": True,
             "cache_text_embeddings": shape.cached_text,
         },
         "model": section,
         "sample": {
-            "sampler": "flowmatch", "sample_every": 1 << 20, "width": shape.pixels, "height": shape.pixels,
-            "prompts": ["a red cat"], "neg": "", "seed": 42, "guidance_scale": 3, "sample_steps": 2,
+            "sampler": "flowmatch", "sample_every": sample_every, "width": shape.pixels, "height": shape.pixels,
+            "prompts": ["a red cat"], "neg": "", "seed": 42, "guidance_scale": 3, "sample_steps": SAMPLE_STEPS,
         },
     }  # fmt: skip
     return {"job": "extension", "config": {"name": name, "process": [process]}, "meta": {"name": "[name]"}}
+
+
+def pauses(steps: int) -> tuple[int, int]:
+    """Return after how many steps a job saves, and after how many it samples; 0 stands for never.
+
+    A job of 13 or more steps does each twice between steps, never both between the same two steps, and neither in its
+    last two steps, which are profiled. A job of fewer than 6 steps only trains.
+    """
+    return (steps // 3 + 1, steps // 3) if steps >= 6 else (0, 0)
 
 
 def fits(shapes: Mapping[str, tuple[int, ...]], weights: int, rank: int) -> int:
@@ -185,12 +198,14 @@ def fits(shapes: Mapping[str, tuple[int, ...]], weights: int, rank: int) -> int:
 def figures(told: dict[str, Any]) -> dict[str, Any]:
     """Return the samples, medians, quartiles and peaks of the data that the probe recorded.
 
-    The samples are the times from the end of a step to the end of the next, without the first steps and without the
-    profiled ones.
+    The samples are the times from the end of a step to the end of the next, without the first steps, without the
+    profiled ones, and without those in which the job sampled or saved.
     """
     ends = [end for _, end, _ in told["steps"]][: told.get("counted_steps")]
-    gaps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    warm = gaps[WARM:] or gaps
+    between = {index for _, index, _, _ in told.get("pauses", ())}
+    gaps = [(index, b - a) for index, (a, b) in enumerate(zip(ends, ends[1:], strict=False), start=1)]
+    steady = [gap for index, gap in gaps if index > WARM and index not in between]
+    warm = steady or [gap for _, gap in gaps]
     memory = told["memory"]
     end = memory["end"]
     return {
@@ -200,6 +215,7 @@ def figures(told: dict[str, Any]) -> dict[str, Any]:
         "profile": told.get("profile"),
         "profile_failed": told.get("profile_failed"),
         "kernel_ms": {"step": told["profile"]["kernel_ms"]} if told.get("profile") else None,
+        **job_parts(told, statistics.median(warm) if warm else math.nan),
         "s_in_step": statistics.median(b - a for a, b, _ in told["steps"][WARM + 1 :] or told["steps"]),
         "losses": [loss for _, _, loss in told["steps"]],
         "failed_steps": told.get("failed_steps", []),
@@ -314,9 +330,7 @@ def table(record: dict[str, Any]) -> str:
         if "median_s" not in one:
             continue
         runs = [run for run in done if run["config"] == one["case"]]
-        config = Config(one["case"])
-        others = (value for word, value in seconds.items() if Config(word).is_plain_of(config))
-        plain = seconds.get(config.plain) or next(others, None)
+        plain = seconds.get(_plain(one["case"], seconds))
         ratio = f"{one['median_s'] / plain:.3f}" if plain else ""
         low, high = one["quartiles_s"]
         profiled = [run["profile"]["kernel_ms"] for run in runs if run.get("profile")]
@@ -339,7 +353,15 @@ def table(record: dict[str, Any]) -> str:
         for run in record["runs"]
         if run["status"] != "ok"
     ]
-    return "\n".join(lines)
+    parts = parts_table(done, {run["config"]: _plain(run["config"], seconds) for run in done})
+    return "\n".join(lines + [parts] * bool(parts))
+
+
+def _plain(word: str, words: Collection[str]) -> str:
+    """Return which of ``words`` is the plain run of the job of ``word``; "" if none is."""
+    config = Config(word)
+    others = (other for other in words if Config(other).is_plain_of(config))
+    return config.plain if config.plain in words else next(others, "")
 
 
 def _share(runs: list[dict[str, Any]], name: str) -> str:

@@ -22,8 +22,11 @@ plain runs show how much two runs of the same job differ. `--limit` leaves so ma
 whose BUDGET is `auto`, and another process holds the rest. `--limit fit` leaves the bytes of weights, adapters,
 gradients and optimizer together.
 
-Seconds per step are the median of the time from the end of a step to the end of the next, over warm steps; the record
-keeps these samples. Two more steps run under the profiler, for the kernel time of a step. Peaks are those of torch's
+The whole job is measured: the seconds from its start to the end of its first step, of samples and of saves between
+steps, and of all of it (aitoolkit_parts.py). The table has their ratios to the plain run and to stock.
+
+Seconds per step are the median of the time from the end of a step to the end of the next, over warm steps without a
+sample or a save; the record keeps these samples. Two more steps run under the profiler, for the kernel time of a step. Peaks are those of torch's
 allocator over the steps. The run ends within `--limit-s` seconds: a case that is not expected to end in time is
 skipped, and the record says so. Without a GPU, `--tiny --cpu` tests the path and measures nothing.
 """
@@ -388,6 +391,7 @@ class Bench:
             }
         noted = json.loads(told.read_text(encoding="utf-8"))
         result |= {**figures(noted), "seconds": phases(noted, start, ended)}
+        result["total_s"] = ended - noted["asked"] - noted["profiling_s"]
         report = next((self.folder / "output").rglob("report.json"), None)
         result["report"] = None if report is None else json.loads(report.read_text(encoding="utf-8"))
         return {**result, "status": "ok", "log": text[-4000:]}

@@ -1,5 +1,5 @@
 """An extension for the benchmark's copy of ai-toolkit (folder ``extensions``) that records each step's time, loss and
-memory.
+memory, and the time of each sample and save.
 
 When the process of the job ends, in any way, the records are written as JSON to the file that CAROM_BENCH_OUT names.
 Between steps the probe reads a clock and, rarely, counters. It changes nothing, and waits only where the trainer
@@ -10,6 +10,7 @@ not counted. device_time.py lies beside this file.
 # mypy: ignore-errors
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -71,7 +72,8 @@ def watch(process) -> dict:
     # Times of the clock that all processes share: the job was requested, and its process began.
     told = {
         "steps": [], "failed_steps": [], "memory": {}, "asked": float(os.environ["CAROM_BENCH_ASKED"]),
-        "began": time.time(),
+        "imported_s": float(os.environ.get("CAROM_BENCH_IMPORTED_S", "nan")), "began": time.time(),
+        "pauses": [], "profiling_s": 0.0,
     }  # fmt: skip
     plain = process.hook_train_loop
     total, device_time = process.train_config.steps, DeviceTime()
@@ -85,10 +87,8 @@ def watch(process) -> dict:
                 torch.cuda.reset_peak_memory_stats()
         if index == profiled_from and "counted_steps" not in told:
             told["counted_steps"] = index
-            try:
+            with profiling(told):
                 device_time.start()
-            except Exception as error:
-                told["profile_failed"] = str(error)[:500]
         told.setdefault("first_step", time.time())
         begin = time.perf_counter()
         try:
@@ -98,18 +98,45 @@ def watch(process) -> dict:
             raise
         end = time.perf_counter()
         told["last_step"] = time.time()
+        told.setdefault("first_step_end", told["last_step"])
         told["steps"].append([begin, end, None if losses is None else float(losses["loss"])])
         if profiled_from is not None and index + 1 == total:
-            try:
+            with profiling(told):
                 told["profile"] = device_time.stop(PROFILED)
-            except Exception as error:  # costs this figure, not the job
-                told["profile_failed"] = str(error)[:500]
         if index + 1 in (50, 100, 200, 300):
             told["memory"][str(index + 1)] = memory()
         return losses
 
     process.hook_train_loop = hook_train_loop
+    for kind in ("sample", "save"):
+        setattr(process, kind, paused(told, kind, getattr(process, kind)))
     return told
+
+
+@contextlib.contextmanager
+def profiling(told: dict):
+    """Note the seconds that the profiler itself takes. A failure costs the figure of the profiler, not the job."""
+    begin = time.perf_counter()
+    try:
+        yield
+    except Exception as error:
+        told["profile_failed"] = str(error)[:500]
+    told["profiling_s"] += time.perf_counter() - begin
+
+
+def paused(told: dict, kind: str, plain):
+    """Return ``plain``, a method of the process that runs between steps, so that each call is noted in ``told``."""
+
+    @functools.wraps(plain)
+    def call(*args, **kwargs):
+        begin = time.perf_counter()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            # [kind, number of steps before the call, begin, end]
+            told["pauses"].append([kind, len(told["steps"]), begin, time.perf_counter()])
+
+    return call
 
 
 def wrap(owner) -> None:

@@ -18,7 +18,10 @@ import os
 import pkgutil
 import runpy
 import sys
+import time
 import traceback
+
+BEGAN = time.time()
 
 
 def main() -> int:
@@ -28,6 +31,7 @@ def main() -> int:
         importlib.import_module(f"extensions_built_in.{name}")
     gc.collect()
     gc.freeze()
+    imported_s = time.time() - BEGAN
     print("carom: imported", flush=True)
     line = sys.stdin.readline()
     if not line.strip():
@@ -36,7 +40,7 @@ def main() -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
-    os.environ.update(job["env"])
+    os.environ.update(job["env"], CAROM_BENCH_IMPORTED_S=repr(imported_s))
     sys.argv = ["run.py", job["config"]]
     try:
         runpy.run_path("run.py", run_name="__main__")

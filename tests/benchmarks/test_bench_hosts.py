@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from carom.benchmarks.hosts import aitoolkit_cases as cases
 from carom.benchmarks.hosts import aitoolkit_gpu as aitoolkit
+from carom.benchmarks.hosts import aitoolkit_parts as parts_of_jobs
 from carom.benchmarks.hosts import aitoolkit_ready as ready
 from carom.benchmarks.hosts import comfy_table, device_time, process, rounds
 from carom.core.common import sizes
@@ -246,6 +247,57 @@ def test_aitoolkit_a_jobs_seconds_are_told_apart():
     assert cases.phases({"asked": 102.0}, 100.0, 103.0)["ending"] == 1.0
 
 
+def told_of_a_job():
+    """Return what the probe records of 7 steps of 1 s, with a sample (2 s, 4 s), a save (3 s), and one of each at the
+    end.
+    """
+    ends = [5.0, 6.0, 9.0, 13.0, 14.0, 19.0, 20.0]
+    pauses = [["sample", 2, 6.0, 7.5], ["save", 3, 9.0, 12.0], ["sample", 5, 14.0, 18.0], ["save", 7, 20.0, 21.0],
+              ["sample", 7, 21.0, 25.0]]  # fmt: skip
+    return {"steps": [[end - 0.9, end, 1.0] for end in ends], "memory": {"end": {"rss_bytes": 5}}, "pauses": pauses,
+            "asked": 100.0, "imported_s": 7.0, "first_step_end": 104.5}  # fmt: skip
+
+
+def test_aitoolkit_a_job_is_measured_from_its_start_over_samples_and_saves():
+    found = cases.figures(told_of_a_job())
+    assert found["samples_ms"] == [1000.0]  # of a step without a sample or a save, and not of the first ones
+    assert (found["first_step_s"], found["with_imports_s"]) == (4.5, 11.5)
+    assert (found["first_sample_s"], found["sample_s"], found["save_s"]) == (2.0, 4.0, 3.0)
+    assert [one["call_s"] for one in found["pauses"]] == [1.5, 3.0, 4.0, 1.0, 4.0]
+    assert [one["delay_s"] for one in found["pauses"]] == [2.0, 3.0, 4.0, None, None]
+
+
+def test_aitoolkit_jobs_sample_and_save_between_steps_but_never_in_the_profiled_ones(tmp_path):
+    for steps in (13, 14, 15, 30, 31, 300):
+        saves, samples = cases.pauses(steps)
+        file = cases.job("x", cases.Config("plain"), cases.Shape(512, 16), tmp_path, None, steps)
+        (process,) = file["config"]["process"]
+        assert (process["save"]["save_every"], process["sample"]["sample_every"]) == (saves, samples)
+        assert not process["train"]["disable_sampling"] and process["train"]["skip_first_sample"]
+        paused = [[step for step in range(1, steps) if step % every == 0] for every in (samples, saves)]
+        assert all(len([step for step in found if step < steps - 2]) >= 2 for found in paused)
+        assert not set(paused[0][:2]) & set(paused[1][:2])
+    file = cases.job("x", cases.Config("plain"), cases.Shape(512, 16), tmp_path, None, 3)
+    assert file["config"]["process"][0]["train"]["disable_sampling"]
+
+
+def test_aitoolkit_parts_of_jobs_are_compared_with_plain_and_with_stock():
+    def run(word, *parts):
+        return {"config": word, "status": "ok", "samples_ms": [1.0], "peak_reserved_bytes": 0, "rss_bytes": 0,
+                "anonymous_bytes": None, "torch_pinned_bytes": None, "report": None, "oom_skipped": 0,
+                **dict(zip(parts_of_jobs.PARTS, parts, strict=False))}  # fmt: skip
+
+    plain, stock = run("plain#9", 2.0, 1.0, 0.5, 0.25, 10.0), run("stock", 4.0, 4.0, 4.0, 1.0, 40.0)
+    half = [run("half/auto", seconds, 1.0, 1.0, None, 20.0) for seconds in (2.0, 6.0)]
+    *_, head, first, second, third = cases.table({"runs": [plain, stock, *half]}).splitlines()
+    assert head.startswith("seconds") and first.split()[1:4] == ["2.00", "(1.00,", "0.50)"]
+    assert second.startswith("stock") and "4.00 (2.00, 1.00)" in second
+    assert " ".join(third.split()[1:]) == (
+        "4.00 (2.00, 1.00) 1.00 (1.00, 0.25) 1.00 (2.00, 0.25) 20.00 (2.00, 0.50)"
+    )
+    assert "seconds (" not in cases.table({"runs": [run("plain")]})  # a record from before these figures
+
+
 def test_aitoolkit_losses_are_measured_against_what_plain_differs_from_itself():
     def run(word, losses):
         return {"config": word, "status": "ok", "losses": losses}
@@ -392,9 +444,14 @@ def test_tiny_run_of_whole_prompts(tmp_path):
 @pytest.mark.timeout(600)
 def test_tiny_run_of_the_real_ai_toolkit(tmp_path):
     record = _run(
-        "aitoolkit_gpu.py", tmp_path / "r.json", "--steps", "3", "--rounds", "1", "--configs", "plain,all/raw"
+        "aitoolkit_gpu.py", tmp_path / "r.json", "--steps", "8", "--rounds", "1", "--configs", "plain,all/raw"
     )
     plain, bouncing = record["runs"]
+    for run in (plain, bouncing):
+        assert [(one["kind"], one["after_steps"]) for one in run["pauses"]] == [
+            ("sample", 3), ("save", 4), ("sample", 5), ("save", 7), ("sample", 7), ("save", 8), ("sample", 8),
+        ]  # fmt: skip
+        assert 0 < run["first_step_s"] < min(run["total_s"], run["with_imports_s"]) and run["save_s"] > 0
     assert bouncing["losses"] == plain["losses"] and any(
         "stream through" in line for line in bouncing["carom_lines"]
     )
