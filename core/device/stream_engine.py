@@ -244,7 +244,8 @@ class StreamEngine(DefaultEngine):
     def hold(self, seconds: float) -> None:
         sleep = getattr(self._api, "_sleep", None)  # a kernel that counts clock cycles; CUDA and ROCm have it
         if sleep is not None:
-            sleep(int(min(seconds, _LONGEST_HOLD) * _CYCLES))
+            with self._device_context():
+                sleep(int(min(seconds, _LONGEST_HOLD) * _CYCLES))
 
     def landed(self, copied: Any) -> bool:
         return copied.query()

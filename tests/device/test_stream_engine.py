@@ -183,3 +183,22 @@ def test_events_are_recorded_anew_where_one_is_given(api, engine):
     assert engine.record(api.current, event) is event
     fresh = engine.record(api.current)
     assert fresh is not event and api.current.log == [("record", event), ("record", fresh)]
+
+
+def test_the_device_is_held_on_the_sessions_own_device_for_a_quarter_of_a_second_at_most(
+    api, engine, monkeypatch
+):
+    seen: list = []
+
+    @contextlib.contextmanager
+    def device(which):
+        seen.append(which)
+        yield
+        seen.append("left")
+
+    engine.hold(1e-3)  # a device module without such a kernel
+    monkeypatch.setattr(api, "device", device, raising=False)
+    monkeypatch.setattr(api, "_sleep", seen.append, raising=False)
+    engine.hold(1e-3)
+    engine.hold(10.0)
+    assert seen == [engine.device, 2_000_000, "left", engine.device, 500_000_000, "left"]

@@ -23,7 +23,7 @@ BINDS, BALANCE, COMPUTES = (
     Shape(name, ((256,),) * 6, ratio, 10.0)
     for name, ratio in (("link", 6.0), ("both", 2.4), ("computing", 1.0))
 )
-SMALL = Shape("small blocks", ((128,),) * 12, 5.0, 10.0)
+SMALL = Shape("small blocks", ((128,),) * 8, 5.0, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_slower_host_does_not_turn_the_choice_round(shape, train):
 
     def chosen(delay):
         host = simulated(shape, (1 + delay) * HOST_SECONDS)
-        found = run(shape.model(train), cell, "auto", host, BEFORE + HELD)
+        found = run(shape.model(train), cell, "auto", host, BEFORE + HELD, after=0)
         return found["codec"], found["predicted_seconds"]
 
     codec, seconds = chosen(0)
