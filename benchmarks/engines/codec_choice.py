@@ -245,7 +245,7 @@ def with_slow_hosts(cell: Cell) -> dict[str, str]:
 # The blocks of a DiT of width 3072: half resident on a GPU, few tokens (the link binds) and many (computing binds).
 GPU_BLOCK = (12288, 6144)
 GPU_CELLS = tuple(
-    Cell(Shape(f"DiT of 16 blocks, {tokens} tokens", (GPU_BLOCK,) * 16, 0.0, 0.0, width=3072, tokens=tokens, extra=2), 0.5, train)
+    Cell(Shape(f"DiT of 12 blocks, {tokens} tokens", (GPU_BLOCK,) * 12, 0.0, 0.0, width=3072, tokens=tokens, extra=2), 0.5, train)
     for tokens in (1024, 8192)
     for train in (False, True)
 )  # fmt: skip

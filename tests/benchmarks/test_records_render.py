@@ -268,3 +268,18 @@ def test_records_of_several_gpus(tmp_path):
         json.dumps({"tool": "peers_gpu", "result": {"arguments": {"tokens": "9"}, "cases": cases}})
     )
     assert [row.ratio for row in read(path).rows] == [1, 0.5]
+
+
+def test_the_kept_table_of_codec_choices_is_within_three_percent_and_tells():
+    record = next(
+        found.record
+        for found in map(read, reversed(kept("codec choice")))
+        if "simulated" in found.record["device"]
+    )
+    rows = record["rows"]
+    assert len({(row["model"], row["budget"], row["mode"]) for row in rows}) == len(rows) == 36
+    assert max(row["ratio"] for row in rows) <= 1.03
+    assert sum(row["spread"] > 1.03 for row in rows) >= 30
+    for row in rows:
+        assert len(row["slow_hosts"]) == 3 and set(row["slow_hosts"].values()) == {row["chosen"]}
+    assert {row["best"] for row in rows} == {"raw", "lossless"}
