@@ -143,16 +143,25 @@ def _count_as_a_card(package: str) -> None:
     pinner = importlib.import_module(f"{package}.core.host.arena").Pinner
     engine = importlib.import_module(f"{package}.core.device.cpu_engine").PlainEngine
     engine.pinner = pinner(lambda address, size: None, lambda address: None)
-    importlib.import_module(f"{package}.core.placement.residents").SMALL_UNIT = 64 << 10
+    for name in ("residents", "host_copies"):
+        importlib.import_module(f"{package}.core.placement.{name}").SMALL_UNIT = 64 << 10
     settings = importlib.import_module(f"{package}.nodes.node_settings")
     settings.GROW_LEAST, settings.SHRINK_MOST = settings.GROW_LEAST >> 9, settings.SHRINK_MOST >> 9
     importlib.import_module(f"{package}.nodes.comfyui_api").pin_room = lambda: 1 << 40
 
 
-def imagine_card(nbytes: int, inference: int = 4 << 20) -> None:
-    """Make ComfyUI on the CPU believe in a card of ``nbytes`` bytes, with ``inference`` bytes for passes."""
+class ImaginedCard:
+    """A card of ``nbytes`` bytes, of which another program holds ``others``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.others = nbytes, 0
+
+
+def imagine_card(nbytes: int, inference: int = 4 << 20) -> ImaginedCard:
+    """Make ComfyUI on the CPU believe in a card of ``nbytes`` bytes, with ``inference`` bytes for passes; return it."""
     import comfy.model_management as management
 
+    card = ImaginedCard(nbytes)
     own_free, own_is_cpu = management.get_free_memory, management.is_device_cpu
 
     def free(device=None, torch_free_too=False):
@@ -163,7 +172,8 @@ def imagine_card(nbytes: int, inference: int = 4 << 20) -> None:
             for loaded in management.current_loaded_models
             if loaded.device == CARD
         )
-        return (nbytes - held, 0) if torch_free_too else nbytes - held
+        left = max(0, card.nbytes - card.others - held)
+        return (left, 0) if torch_free_too else left
 
     for name in ("get_torch_device", "text_encoder_device", "vae_device"):
         setattr(management, name, lambda: CARD)
@@ -174,3 +184,4 @@ def imagine_card(nbytes: int, inference: int = 4 << 20) -> None:
     management.minimum_inference_memory = lambda: inference
     management.extra_reserved_memory = lambda: inference // 4
     management.MIN_WEIGHT_MEMORY_RATIO = 0.0
+    return card

@@ -3,13 +3,15 @@
 ComfyUI starts as by its main.py, with dynamic VRAM where main.py would choose it. Its own PromptExecutor runs the graphs,
 with its caches. The process prints a line of JSON when it is ready and for each prompt, and waits for a line on stdin
 before each prompt. A prompt that is null drops all models. ``interrupts`` of the job names prompts, by number, that are
-interrupted when a part begins.
+interrupted when a part begins. ``fills`` names prompts in which another program takes bytes of the imagined card when a
+part begins, until the prompt ends.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import importlib
@@ -111,14 +113,18 @@ def main(job: dict) -> None:
     set_paths(job)
     nodes.NODE_CLASS_MAPPINGS.update(prompt_nodes.NODES)
     streaming = start_carom() if job["carom"] else None
-    counts = None
+    card = counts = None
     if job.get("card"):
         prompt_counts = importlib.import_module("prompt_counts")
-        prompt_counts.imagine_card(job["card"])
-        counts = prompt_counts.Counts()
+        card = prompt_counts.imagine_card(job["card"])
+        counts = prompt_counts.Counts() if job["carom"] else None
     clock = prompt_clock.Clock()
     note_parts(clock)
-    interrupts = {int(number): part for number, part in job.get("interrupts", {}).items()}
+    alarms = {
+        int(number): (part, nodes.interrupt_processing) for number, part in job.get("interrupts", {}).items()
+    }
+    for number, (part, nbytes) in job.get("fills", {}).items():
+        alarms[int(number)] = part, functools.partial(setattr, card, "others", nbytes)
     sampler = prompt_clock.StackSampler(clock) if job["profile"] else None
     executor = make_executor(execution)
     peaks = MemoryPeaks(memory_of)
@@ -143,9 +149,11 @@ def main(job: dict) -> None:
             counts.take()
         with link_bytes(job["link"]) as link:
             clock.start()
-            clock.alarm = interrupts.get(number), nodes.interrupt_processing
+            clock.alarm = alarms.get(number, (None, None))
             executor.execute(prompt, f"prompt-{number}", {}, ["tell"])
             parts = clock.seconds()
+        if card is not None:
+            card.others = 0
         after = io_of(os.getpid())
         found = {
             "prompt": number, "wall_s": round(sum(parts.values()), 4), "parts_s": parts,

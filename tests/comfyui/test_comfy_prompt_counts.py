@@ -9,22 +9,14 @@ exceed the bounds below, so a weight that is copied or decoded once more fails. 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from carom.benchmarks.hosts import prompt_bench
 from carom.benchmarks.hosts.prompt_cases import TINY, Way, cases, graph
+from carom.benchmarks.hosts.prompts_on_cpu import COMFYUI, run
 
-COMFYUI = os.environ.get("COMFYUI_PATH", "").split(os.pathsep)[0]
-PYTHON = os.environ.get("COMFYUI_PYTHON", sys.executable)
-HOSTS = Path(prompt_bench.__file__).parent
-CARD, VRAM, PROMPTS = 70_000_000, "12MiB", 3
+VRAM, PROMPTS = "12MiB", 3
 KINDS = ("link", "copied", "decoded", "encoded", "read")  # see `prompt_counts.Counts`
 
 # Bytes of each kind, for each prompt of a case. The codec stands after the name of the case.
@@ -78,34 +70,6 @@ pytestmark = [
 INTERRUPTED = ("encode", "switch", "first step", "other steps")
 
 
-def run(
-    folder: Path, graphs: list[dict[str, Any] | None], interrupts: dict[int, str]
-) -> list[dict[str, Any]]:
-    """Run prompts in one process; return what it told of each. ``interrupts``: parts, by the number of the prompt."""
-    job: dict[str, Any] = {
-        "comfyui": COMFYUI, "files": str(folder), "sizes": asdict(TINY), "cpu": True, "carom": True, "card": CARD,
-        "profile": "", "link": False, "graphs": graphs, "interrupts": interrupts,
-    }  # fmt: skip
-    jobs = prompt_bench.missing_files(folder, TINY, cpu=True)
-    if jobs:
-        command = [PYTHON, str(HOSTS / "prompt_files.py"), COMFYUI, json.dumps(jobs)]
-        subprocess.run(command, check=True, timeout=300)
-    file = folder / "job.json"
-    file.write_text(json.dumps(job), "utf-8")
-    done = subprocess.run(
-        [PYTHON, str(HOSTS / "prompt_host.py"), str(file)], input="\n" * len(graphs), capture_output=True, text=True,
-        timeout=580,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    mark = prompt_bench.MARK
-    lines = [
-        json.loads(line.removeprefix(mark)) for line in done.stdout.splitlines() if line.startswith(mark)
-    ]
-    for told in lines:
-        assert "failed" not in told, told["failed"]
-    return [told for told in lines if "prompt" in told]
-
-
 def counts_of(told: dict[str, Any]) -> tuple[int, ...]:
     return tuple(told["counts"][kind] for kind in KINDS)
 
@@ -120,7 +84,7 @@ def counted(folder: Path) -> dict[str, list[tuple[int, ...]]]:
         graphs.append(None)  # drop the models
         names += [name] * (len(known[case].prompts) + 1)
     found: dict[str, list[tuple[int, ...]]] = {name: [] for name in BOUNDS}
-    for told in run(folder, graphs, {}):
+    for told in run(folder, graphs):
         found[names[told["prompt"]]].append(counts_of(told))
     return found
 
@@ -154,7 +118,7 @@ def test_a_prompt_after_an_interrupted_one_is_right_and_reads_nothing_again(fold
     for part in INTERRUPTED:
         interrupts[len(graphs)] = part
         graphs += [first, second]
-    told = run(folder, graphs, interrupts)
+    told = run(folder, graphs, interrupts=interrupts)
     for number, part in interrupts.items():
         again = told[number + 1]
         assert "interrupted" in told[number] and again["results"] == told[1]["results"], part

@@ -97,12 +97,12 @@ else:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_process_with_open_sessions_exits_cleanly(tmp_path: Path) -> None:
+def test_a_process_with_open_sessions_exits_cleanly(tmp_path: Path, package: Path) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).to(torch.bfloat16)
     save(model, tmp_path, packed=True)
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", PROGRAM, str(tmp_path), *STATES],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(package)},
     )  # fmt: skip
     assert not done.stderr, done.stderr
     assert done.stdout.strip() == str(dict.fromkeys(STATES, 0))
