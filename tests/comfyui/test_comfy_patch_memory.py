@@ -17,37 +17,18 @@ from carom.nodes.patch_memory import memory_needed
 from carom.nodes.patcher import wear
 from carom.nodes.streaming import streaming_of
 from carom.nodes.watched_patches import watch, watching
+from tests_comfy_layers import BLOCKS, LAYER, WIDTH, Model
 from tests_comfy_stand_in import installed
-from torch import nn
 from torch.overrides import wrap_torch_function
 
 CPU = torch.device("cpu")
-WIDTH, BLOCKS = 64, 12
 WEIGHT = WIDTH * WIDTH * 4
-LAYER = WEIGHT + WIDTH * 4
 RANK = 2
 FACTORS = 2 * RANK * WIDTH * 4  # bytes of one adapter
 PREPARED = BLOCKS * 2 * 512  # bytes of all adapters on the device, in the allocator's grains
 
 
 cards: list[Card] = []  # of the running test
-
-
-class Diffusion(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(stand_in.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.requires_grad_(False)
-
-
-class Model(nn.Module):
-    manual_cast_dtype = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.diffusion_model = Diffusion()
 
 
 class Adapter:

@@ -20,32 +20,14 @@ from carom.nodes.node_settings import Settings
 from carom.nodes.patcher import wear
 from carom.nodes.prepared_patches import PreparedPatches
 from carom.nodes.streaming import streaming_of
+from tests_comfy_layers import BLOCKS, LAYER, WIDTH, Model
 from tests_comfy_server import PATHS, PYTHON, REASON
 from tests_comfy_stand_in import installed
-from torch import nn
 
 CPU = torch.device("cpu")
-WIDTH, BLOCKS, RANK = 64, 12, 4
-LAYER = (WIDTH * WIDTH + WIDTH) * 4
+RANK = 4
 FACTORS = 2 * RANK * WIDTH * 4  # bytes of one adapter, a multiple of the allocator's grain
 NAMES = [f"diffusion_model.{number}.weight" for number in range(BLOCKS)]
-
-
-class Diffusion(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(stand_in.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.requires_grad_(False)
-
-
-class Model(nn.Module):
-    manual_cast_dtype = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.diffusion_model = Diffusion()
 
 
 class Adapter:

@@ -21,30 +21,12 @@ from carom.core.placement.resident_placer import ResidentPlacer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_inside import inside
+from tests_residual import Residual as Net
+from tests_residual import size
 from torch import nn
 
 WIDTH = 192
 CODECS = ["raw", "lossless"]
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int = 0, depth: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(depth)
-        )
-        self.to(torch.bfloat16).requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def size(net):
-    return sum(p.numel() * p.element_size() for p in net.parameters())
 
 
 X = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH).to(torch.bfloat16)

@@ -15,29 +15,15 @@ from carom.core.streaming.pass_retry import PassSnapshot, sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_inside import inside
+from tests_residual import Residual, size
 from torch import nn
 
 KB = 1024
 
 
-class Net(nn.Module):
+class Net(Residual):
     def __init__(self, depth: int = 6, width: int = 32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
-            for _ in range(depth)
-        )
-        self.requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def size(net):
-    return sum(p.numel() * p.element_size() for p in net.parameters())
+        super().__init__(depth, width, 4, torch.float32)
 
 
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
