@@ -16,32 +16,14 @@ from carom.core.placement import host_copies, packer, placement
 from carom.core.placement.packed_tensor import PackedTensor
 from carom.core.session import rule_planner
 from tests_inside import inside
+from tests_residual import Residual as Net
+from tests_residual import size
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH = 192
 CODECS = ["raw", "lossless"]
 X = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH).to(torch.bfloat16)
-
-
-class Net(nn.Module):
-    def __init__(self, depth: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(depth)
-        )
-        self.to(torch.bfloat16).requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def size(net):
-    return sum(p.numel() * p.element_size() for p in net.parameters())
 
 
 def run(net):
