@@ -333,7 +333,7 @@ class CaromPatcher:
             else:
                 freed = carom.resize(max(0, int(carom.held - memory_to_free)))
                 if freed < memory_to_free:
-                    freed += carom.patches.release()
+                    freed += carom.patches.put_aside()
                 carom.follow_room(self._limit(carom.patches.nbytes))
             carom.count_loaded()
         comfyui_api.say(carom.line(carom.loaded), self._settings.node)

@@ -113,6 +113,25 @@ def whole_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     return wrapping.together(module) if wrapping.parts else module._parameters[wrapping.names[0]]
 
 
+def parameter_names(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of ``module``, open weights under their own names."""
+    table = module.__dict__.get(_TABLE, {})
+    inner = {name for wrapping in table.values() for name in wrapping.names}
+    return [*table, *(name for name in module._parameters if name not in inner)]
+
+
+def attributes_of(module: nn.Module, name: str) -> dict[str, Any] | None:
+    """Return the attributes that the weight ``name`` of ``module`` has whenever it is used; None if there is no weight.
+
+    Changes of the result apply to an open weight from its next use on.
+    """
+    wrapping = module.__dict__.get(_TABLE, {}).get(name)
+    if wrapping is not None:
+        return wrapping.attributes
+    weight = module._parameters.get(name)
+    return None if weight is None else weight.__dict__
+
+
 def _parts(tensor: Any) -> tuple[tuple[str, ...], Any] | None:
     """Return (names of the inner tensors, context), with no names for a subclass that has memory of its own.
 

@@ -254,7 +254,7 @@ class Streaming(TakesRoom):
         """
         assert self.session is not None
         began = time.monotonic()
-        self.patches.release()
+        self.patches.put_aside()
         with comfyui_api.laying_out():
             self.session.park(keep=True)
         self.suspended, self.active = True, attached
@@ -312,6 +312,7 @@ class Streaming(TakesRoom):
         """Move a suspended model's bytes from pinned to ordinary host memory, so that other models can pin theirs."""
         if self.session is not None and self.suspended:
             self.session.unpin()
+            self.patches.release()
             self._count_pinned()
 
     def expect_successor(self) -> None:
