@@ -12,7 +12,7 @@ import torch
 from tests_disk_harness import save
 from torch import nn
 
-STATES = ("reads ahead", "in a forward", "spilled", "several sessions", "after an error", "packed file")
+STATES = ("in a forward", "several sessions", "spilled, after an error", "packed file")
 
 # Each state is made in a forked child, which then ends as any program does. A drive that computes with torch while it
 # reads keeps the reader's threads in torch nearly all the time.
@@ -59,7 +59,7 @@ def step(session):
 def main(state):
     path = f"{folder}/model.safetensors"
     sessions = []
-    if state in ("reads ahead", "in a forward"):
+    if state == "in a forward":
         sessions.append(from_file(path))
     elif state == "packed file":
         sessions.append(from_file(f"{folder}/packed.safetensors"))
@@ -70,7 +70,7 @@ def main(state):
     for session in sessions:
         step(session)
         session.module[12].register_forward_hook(becomes_slow)
-    if state == "after an error":
+    if state == "spilled, after an error":
         sessions[0].module[18].register_forward_hook(fails)
         try:
             step(sessions[0])
