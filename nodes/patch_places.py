@@ -126,6 +126,9 @@ def _tensors(patch: Any) -> Iterator[torch.Tensor]:
     elif type(patch) is tuple:
         for part in patch:
             yield from _tensors(part)
+    elif isinstance(patch, list):
+        for entry in patch[1:]:
+            yield from _tensors(entry[1])
     elif _is_adapter(patch):
         for part in patch.weights:
             yield from _tensors(part)
@@ -134,12 +137,15 @@ def _tensors(patch: Any) -> Iterator[torch.Tensor]:
 def _map(patch: Any, change: Change) -> Any:
     """Return ``patch`` with ``change`` applied to its tensors: in nested tuples and in the weights of an adapter.
 
-    Lists stay as they are: they refer to whole weights of another model (merges), which its own patcher manages.
+    A list (merges) begins with the whole weight of another model, which stays as it is: its own patcher manages it. The
+    entries of the patches of that weight follow.
     """
     if isinstance(patch, torch.Tensor):
         return change(patch)
     if type(patch) is tuple:
         return tuple(_map(part, change) for part in patch)
+    if isinstance(patch, list):
+        return [*patch[:1], *_changed(patch[1:], change)]
     if _is_adapter(patch):
         changed = copy.copy(patch)
         changed.weights = type(patch.weights)(_map(part, change) for part in patch.weights)

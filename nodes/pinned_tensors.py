@@ -13,6 +13,7 @@ import torch
 from ..core.common.huge_pages import PAGE
 from ..core.device.stream_engine import runtime_pinner
 from ..core.host.arena import Block, HostArena, Pinner
+from ..core.host.probe import host_memory
 from . import comfyui_api
 
 ALIGN = 64  # bytes
@@ -38,16 +39,19 @@ class PinnedTensors:
         return None if found is None else found[1]
 
     def add(self, sources: Mapping[Hashable, torch.Tensor], device: torch.device) -> set[Hashable]:
-        """Copy the host tensors among ``sources``, for copies to ``device``, as far as ComfyUI's limit allows.
+        """Copy the host tensors among ``sources``, for copies to ``device``, as far as ComfyUI's limit and free memory allow.
 
         Return the keys of the new copies. They share one pinned block.
         """
-        room = comfyui_api.pin_room() // PAGE * PAGE
+        new = {k: t for k, t in sources.items() if k not in self._held and t.device.type == "cpu"}
+        if not new:
+            return set()
+        room = min(comfyui_api.pin_room(), host_memory().usable) // PAGE * PAGE
         places: dict[Hashable, int] = {}
         end = 0
-        for key, source in sources.items():
+        for key, source in new.items():
             size = -(-source.nbytes // ALIGN) * ALIGN
-            if key not in self._held and source.device.type == "cpu" and end + size <= room:
+            if end + size <= room:
                 places[key], end = end, end + size
         arena = self._arena_for(device) if end else None
         if arena is None or not arena.can_pin:
@@ -58,7 +62,7 @@ class PinnedTensors:
             return set()
         made = {}
         for key, start in places.items():
-            source = sources[key]
+            source = new[key]
             view = block.data[start : start + source.nbytes].view(source.dtype).view(source.shape)
             made[key] = (source, view.copy_(source), block)
         if not arena.pin(block):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,10 @@ class Adapter:
 
 def patched(patches: list, weight: torch.Tensor) -> torch.Tensor:
     for strength, patch, *_ in patches:
-        weight = patch.calculate_weight(weight, strength)
+        if isinstance(patch, list):  # the weight of another model, and its patches
+            weight = weight + strength * patched(patch[1:], patch[0][0])
+        else:
+            weight = patch.calculate_weight(weight, strength)
     return weight
 
 
@@ -165,6 +169,14 @@ def test_patches_are_pinned_within_comfyuis_limit(pins, full_device, most):
     assert all(part.weight_function[0].patches is loaded.patches for part in loaded.model.diffusion_model)
 
 
+def test_no_patch_is_pinned_where_the_machines_memory_is_short(pins, full_device, monkeypatch):
+    short = dataclasses.replace(pinned_tensors.host_memory(), usable=0)
+    monkeypatch.setattr(pinned_tensors, "host_memory", lambda: short)
+    chain = [(lora(1), 1.0)]
+    loaded = load(make(), chain)
+    assert pins.TOTAL_PINNED_MEMORY == 0 and torch.equal(step(loaded), stock(chain))
+
+
 def test_patches_that_the_device_gave_up_are_pinned_and_come_back_from_there(pins):
     first = lora(1)
     patcher = load(make(), [(first, 1.0)])
@@ -238,3 +250,16 @@ def test_patches_that_a_weights_own_class_applies_are_prepared(nested):
     wanted = loaded.patches[NAMES[0]]
     assert not carom.patches.nbytes
     assert made.diffusion_model[0].weight.patches in ([], wanted, [(wanted, NAMES[0])])
+
+
+def test_the_lora_of_a_merged_model_is_prepared_and_the_models_weights_are_not():
+    other, first = torch.full((WIDTH, WIDTH), 0.25), lora(1)
+    merged: dict[str, Any] = {name: [(other, None), (0.7, first[name], 1.0)] for name in NAMES}
+    loaded = load(make(), [(merged, 0.5)])
+    assert streaming_of(loaded.model).patches.nbytes == BLOCKS * FACTORS
+    expected = stock([(merged, 0.5)])
+    with HostReads(tensors(first)) as reads:
+        assert torch.equal(step(loaded), expected)
+    assert reads.count == 0
+    functions = [part.weight_function[0] for part in loaded.model.diffusion_model]
+    assert all(function.patches[function.key][0][1][0][0] is other for function in functions)
