@@ -95,6 +95,11 @@ def structure_of(model: nn.Module) -> nn.Module:
     """
     tensors = [*model.parameters(), *model.buffers()]
     alias: dict[int, Any] = {id(tensor): _over_same_memory(tensor) for tensor in tensors}
+    config = getattr(model, "model_config", None)
+    if config is not None:
+        # ComfyUI's class returns None for each attribute that does not exist, also for the methods of `copy.deepcopy`.
+        alias[id(config)] = object.__new__(type(config))
+        alias[id(config)].__dict__.update(config.__dict__)
     taken = [
         (module, name, module.__dict__.pop(name))
         for module in model.modules()

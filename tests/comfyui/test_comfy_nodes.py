@@ -474,10 +474,19 @@ class Handle:
         raise AssertionError("two owners")
 
 
-def test_a_copy_of_a_loaded_controlnet_shares_its_weights_and_owns_nothing_of_comfyuis(comfy):
+class Config:
+    """Returns None for attributes that do not exist, as the base class of ComfyUI's model configurations does."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def test_a_copy_of_a_loaded_model_shares_its_weights_and_owns_nothing_of_comfyuis(comfy):
     from carom.nodes.inference_tensors import structure_of
 
     model = layers()
+    model.model_config = Config()
+    model.model_config.shift = 1.5
     handles = {"cuda": Handle()}, Handle()
     model.dynamic_pins, model[0]._v = handles
     model[1]._pin_state = model.dynamic_pins["cuda"]
@@ -489,6 +498,7 @@ def test_a_copy_of_a_loaded_controlnet_shares_its_weights_and_owns_nothing_of_co
         copy[0], "_v"
     )
     assert (model.dynamic_pins, model[0]._v) == handles
+    assert copy.model_config is not model.model_config and copy.model_config.shift == 1.5
 
 
 def test_a_controlnet_without_weights_of_its_own_is_left_alone_and_the_reason_is_said(comfy):
