@@ -20,6 +20,7 @@ import torch
 
 from ..core.common.errors import CaromError, UnsupportedError
 from .job import JobOffload, attaches_itself
+from .merging import merging_on_the_device
 from .options import PERCENTS, Policy, read
 
 PROCESS = ("jobs.process.BaseSDTrainProcess", "BaseSDTrainProcess")
@@ -277,7 +278,8 @@ def _merge(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with warnings.catch_warnings():  # torch treats packed weights as weights without a value, and warns
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter.*")
-            return original(self, *args, **kwargs)
+            with merging_on_the_device(self, () if _current is None else _current.attachments):
+                return original(self, *args, **kwargs)
     finally:
         if _current is not None:
             _current.refresh()

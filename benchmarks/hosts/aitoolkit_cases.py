@@ -178,10 +178,11 @@ def job(
 def pauses(steps: int) -> tuple[int, int]:
     """Return after how many steps a job saves, and after how many it samples; 0 stands for never.
 
-    A job of 13 or more steps does each twice between steps, never both between the same two steps, and neither in its
+    A job of 15 or more steps does each twice between steps, never both between the same two steps, and neither in its
     last two steps, which are profiled. A job of fewer than 6 steps only trains.
     """
-    return (steps // 3 + 1, steps // 3) if steps >= 6 else (0, 0)
+    every = max(2, (steps - 5) // 2)
+    return (every + 1, every) if steps >= 6 else (0, 0)
 
 
 def fits(shapes: Mapping[str, tuple[int, ...]], weights: int, rank: int) -> int:

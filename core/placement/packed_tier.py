@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..codec.lossless_format import Header
 from ..codec.unit_decoder import AnyEntry, UnitDecoder, sizes
 from ..common.progress import Progress
 from ..device.engine import Engine
@@ -45,8 +46,8 @@ from .host_store import HostStore
 from .packed_backing import PackedBacking, prepare
 from .packed_home import PackedHome
 from .packed_residents import PackedResidents
-from .packed_tensor import PackedLayout, give_back, lay_out_tensors, pack
-from .packer import Packer, Packing, packs
+from .packed_tensor import PackedLayout, PackedTensor, give_back, lay_out_tensors, pack
+from .packer import OutOfMemory, Packer, Packing, packs
 from .pinned_tier import BlockTier, PinnedBacking
 from .resident_placer import ResidentPlacer
 from .residents import DeviceTensors
@@ -364,13 +365,8 @@ class PackedTier(BlockTier):
         packed, backing = home.packed, home.unit
         assert isinstance(backing, PackedBacking)
         with backing.runtime.lock, torch.inference_mode(False), torch.no_grad():
-            fresh = torch.empty_strided(
-                packed.layout.shape, packed.layout.stride(), dtype=packed.layout.dtype
-            )
-            fresh.copy_(value)
-            found = pack(fresh) if packed.header is not None else None
             before = packed.header, packed.blob
-            packed.header, packed.blob = found or (None, storage_bytes(fresh))
+            packed.header, packed.blob = self._packed_anew(packed, value)
             if backing.runtime.closed:
                 return
             backing.epoch += 1
@@ -383,6 +379,28 @@ class PackedTier(BlockTier):
             except BaseException:
                 packed.header, packed.blob = before
                 raise
+
+    def _packed_anew(self, packed: PackedTensor, value: torch.Tensor) -> tuple[Header | None, torch.Tensor]:
+        """Return header and bytes of ``value`` in host memory, packed if ``packed`` is.
+
+        A value on the device is packed there if the device packs faster than the host.
+        """
+        on_device = self.engine.unpacks and value.device == self.engine.device
+        if on_device:
+            try:
+                header, blob = self._pack_at(packed, value, value.device)
+                return header, blob.cpu()
+            except OutOfMemory:
+                pass
+        return self._pack_at(packed, value, torch.device("cpu"))
+
+    def _pack_at(
+        self, packed: PackedTensor, value: torch.Tensor, device: torch.device
+    ) -> tuple[Header | None, torch.Tensor]:
+        layout = packed.layout
+        fresh = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
+        fresh.copy_(value)
+        return (pack(fresh) if packed.header is not None else None) or (None, storage_bytes(fresh))
 
     def settle(self) -> None:
         """Copy the unit whose weights were written to its new block. Waits for copies that read the old block."""

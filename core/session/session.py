@@ -280,14 +280,17 @@ class Session:
         self._need_open()
         self._parts.tensors.refresh(module)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a copy of the parameter or buffer ``name`` on the CPU. Raises WeightsError for an unknown name."""
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return a copy of the parameter or buffer ``name`` on ``device``. Raises WeightsError for an unknown name.
+
+        A packed weight crosses to the session's device packed, and is unpacked there.
+        """
         with (
             self._manager.lock,
             self._manager.layout.streamer.lock,
         ):  # while a unit runs, its module holds a slot
             self._need_open()
-            return self._parts.tensors.read(name)
+            return self._parts.tensors.read(name, torch.device(device))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Set the parameter or buffer ``name`` to the values of ``tensor``. Waits for passes of other threads.

@@ -32,21 +32,22 @@ class TensorAccess:
             below = None if whole else {id(m) for m in module.modules()}  # type: ignore[union-attr]
             manager.layout.streamer.refresh(manager.layout.below(below))
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a copy of the tensor ``name`` on the CPU, as `Session.read` describes."""
+    def read(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return a copy of the tensor ``name`` on ``device``, as `Session.read` describes."""
         module = self._manager.module
         quantised = None if module.quantized is None else module.quantized.read(name)
         if quantised is not None:
-            return quantised
+            return quantised.to(device)
         tensor = self._tensor(name)
         packed = self._manager.host.shelf.get(id(tensor))
         if packed is not None:
-            return packed.value()
+            on_device = device == self._manager.layout.streamer.engine.device
+            return packed.value(device) if on_device else packed.value().to(device)
         stand = None if module.checkpoint is None else module.checkpoint.of(tensor)
         if stand is not None and tensor.is_meta:
             assert module.checkpoint is not None
-            return module.checkpoint.read(stand)
-        return tensor.detach().cpu().clone()
+            return module.checkpoint.read(stand).to(device)
+        return tensor.detach().to(device, copy=True)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Set the tensor ``name`` to the values of ``tensor``, as `Session.write` describes."""

@@ -10,6 +10,7 @@ import pytest
 import tests_aitoolkit_stand_in as standin
 import torch
 from carom.core.placement.packed_home import PackedHome
+from carom.core.placement.packed_tensor import PackedTensor
 from carom.toolkit_ext import toolkit_patches
 from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.options import Policy
@@ -138,6 +139,48 @@ def test_a_merge_is_seen_and_warns_of_nothing(job):
             parameter.fill_(0.01)
         again.merge_in()
         assert not torch.equal(before, merged) and torch.equal(reference(x, text), merged)
+
+
+def test_a_merge_unpacks_each_weight_once_on_the_device(job, monkeypatch):
+    _, model = job
+    standin.MemoryManager.attach(model, CPU)
+    network = standin.Network(model)
+    network.apply_to()
+    unpacked, written = [], []
+    value, replace = PackedTensor.value, PackedHome.replace
+    monkeypatch.setattr(
+        PackedTensor, "value", lambda self, device=None: unpacked.append(device) or value(self, device)
+    )
+    monkeypatch.setattr(PackedHome, "replace", lambda self, new: written.append(self) or replace(self, new))
+    with torch.no_grad():
+        model(*inputs())
+        weights = [lora.org_module[0]._parameters["weight"] for lora in network.loras]
+        packed_weights = sum(isinstance(getattr(weight, "_carom", None), PackedHome) for weight in weights)
+        unpacked.clear()
+        network.merge_in()
+    # None would be the host, whatever the device is.
+    assert unpacked == [model._memory_manager.session.device] * packed_weights and packed_weights > 0
+    assert len(written) == packed_weights
+    assert all(
+        lora.org_module[0]._parameters["weight"] is w for lora, w in zip(network.loras, weights, strict=True)
+    )
+    assert not any("merge_in" in lora.__dict__ for lora in network.loras)
+
+
+def test_a_merge_that_fails_leaves_the_weights_in_place(job):
+    _, model = job
+    standin.MemoryManager.attach(model, CPU)
+    network = standin.Network(model)
+    with torch.no_grad():
+        expected = model(*inputs()).clone()
+    before = dict(model.named_parameters())
+    network.loras[-1].up = nn.Parameter(torch.ones(1, 3))  # of the wrong shape
+    with pytest.raises(RuntimeError):
+        network.merge_in()
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    with torch.no_grad():
+        assert torch.equal(model(*inputs()), expected)  # the other adapters are zero
 
 
 class Aliasing(standin.Wrapped):

@@ -181,11 +181,21 @@ class Lora(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.org_forward(x) + x @ self.down.T @ self.up.T
 
+    def merge_in(self, merge_weight: float = 1.0) -> None:
+        (layer,) = self.org_module
+        values = layer.state_dict()
+        weight = layer.weight.float()
+        weight = weight.to(self.up.device) + merge_weight * (
+            self.up.detach().float() @ self.down.detach().float()
+        )
+        values["weight"] = weight.to(layer.weight.device, layer.weight.dtype)
+        layer.load_state_dict(values)
+
 
 class ToolkitNetworkMixin:
     def merge_in(self, merge_weight: float = 1.0) -> None:
         for lora in self.get_all_modules():  # type: ignore[attr-defined]
-            lora.org_module[0].weight.data += merge_weight * (lora.up @ lora.down).detach()
+            lora.merge_in(merge_weight)
 
     def merge_out(self, merge_weight: float = 1.0) -> None:
         self.merge_in(-merge_weight)
