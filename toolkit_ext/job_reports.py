@@ -58,7 +58,7 @@ class JobReports:
             self._say(f"step {step}: " + "; ".join(lines))
 
     def write(self, folder: str | os.PathLike[str], job: str, *, pictures: bool) -> Path | None:
-        """Write the report, and with ``pictures`` timelines and traces, to the job's output ``folder``.
+        """Write the report, and with ``pictures`` timelines and traces of models that stream, to the job's output ``folder``.
 
         Returns the folder of the written files, None if nothing was written. A failure, such as a full disk, is printed
         into the job's log and raises nothing.
@@ -80,6 +80,8 @@ class JobReports:
             )
             if pictures:
                 for name, report in self._reports.items():
+                    if not report.streamed_bytes:
+                        continue  # nothing crossed; importing matplotlib and drawing take one to two seconds
                     stem = name.replace(" ", "-")
                     report.plot(target / f"timeline-{stem}.png")
                     report.trace(target / f"trace-{stem}.json")

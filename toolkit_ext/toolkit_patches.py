@@ -169,7 +169,8 @@ def _run(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
                     job.reports.progress(getattr(self, "step_num", None))
                 folder = job.reports.write(self.save_root, self.job.name, pictures=True)
                 if folder is not None:
-                    job.say(f"report, timelines and traces: {folder}")
+                    what = "report, timelines and traces" if any(folder.glob("timeline-*")) else "report"
+                    job.say(f"{what}: {folder}")
             finally:
                 job.close()
 

@@ -397,6 +397,13 @@ def test_report_timeline_and_trace_go_to_the_jobs_folder(tmp_path):
     assert transformer["kind"] == "train" and report["models"]["TextEncoder"]["kind"] == "infer"
 
 
+def test_no_timeline_is_drawn_of_models_that_stream_nothing(tmp_path):
+    run(tmp_path, {"offload": "bouncing", "offload_kwargs": {"vram": "1GiB"}})
+    folder = tmp_path / "job" / "carom"
+    assert {path.name for path in folder.iterdir()} == {"report.json", "report.txt"}
+    assert standin.SAID[-1] == f"carom: report: {folder}"
+
+
 @pytest.mark.parametrize("name", ["c", "carom", "offload", "o"])
 def test_no_report_looks_like_a_checkpoint_of_its_job(tmp_path, name):
     run(tmp_path, BOUNCING, name=name)
