@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.session.session import Session
 from . import comfyui_api
-from .node_settings import Beyond, beyond_now, remember, rounded, worth
+from .node_settings import Beyond, beyond_now, remember, rounded, tolerance, worth
 from .prepared_patches import PreparedPatches
 
 FALL = 4  # a pass that ran out of memory with patches runs again with at most 3/4 of ComfyUI's offer
@@ -114,9 +114,12 @@ class TakesRoom:
         offer, it runs again with less: the memory that they need beside prepared patches is an estimate.
         """
         assert self.session is not None and self.budget is not None
-        base = min(rounded(self.offer), self.budget)
+        offer = min(rounded(self.offer), self.budget)
+        # Where `next_budget` tolerates the difference, a pass that cannot run again keeps the layout. One that can goes
+        # back to the offer if it runs out of memory.
+        base = self.budget if self.budget - offer <= tolerance(self.budget) else offer
         estimate = self.needs - self.patches.nbytes
-        least = max(0, base - max(estimate, base // FALL)) if self.needs else None
+        least = max(0, offer - max(estimate, offer // FALL)) if self.needs else offer
         if self.needs_more:
             self.session.expect_anew(more=True)
         self._met = self.needs

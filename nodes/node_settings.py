@@ -211,6 +211,11 @@ def most_held(mode: str, limit: float, total: int) -> float:
     return min(limit, total - total // STREAMED_SHARE) if mode == "stream" else limit
 
 
+def tolerance(held: int) -> int:
+    """Return the bytes by which ComfyUI's offer may be below the ``held`` bytes of a layout that stays as it is."""
+    return min(SHRINK_MOST, held // SHRINK_SHARE)
+
+
 def next_budget(
     now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf, away: bool = False
 ) -> int | None:
@@ -228,7 +233,7 @@ def next_budget(
     if held > limit:
         return int(min(bound, limit))
     if bound < held:
-        return None if held - bound <= min(SHRINK_MOST, held // SHRINK_SHARE) else bound
+        return None if held - bound <= tolerance(held) else bound
     if streamed and bound - now >= (
         min(GROW_LEAST, streamed // GROW_SHARE) if away else min(worth(streamed), streamed)
     ):

@@ -408,6 +408,7 @@ class CaromPatcher:
         carom = self._carom
         if carom.streams:
             carom.remember_room()
+            carom.count_pinned()  # `prepare_park` has pinned memory meanwhile
             comfyui_api.say(carom.line(carom.loaded, carom.stall_share()), self._settings.node)
         return super().cleanup(*args, **kwargs)  # type: ignore[misc]
 

@@ -259,7 +259,7 @@ class Streaming(TakesRoom):
             self.session.park(keep=True)
         self.suspended, self.active = True, attached
         self.held = self.weights = self.streamed = 0
-        self._count_pinned()
+        self.count_pinned()
         suspended_models[self] = None
         logger.info("Carom: the device was released in %.2f s", time.monotonic() - began)
 
@@ -313,7 +313,7 @@ class Streaming(TakesRoom):
         if self.session is not None and self.suspended:
             self.session.unpin()
             self.patches.release()
-            self._count_pinned()
+            self.count_pinned()
 
     def expect_successor(self) -> None:
         """Close the session if a patcher of ComfyUI's own loads the model next, not a patcher of Carom.
@@ -389,9 +389,10 @@ class Streaming(TakesRoom):
         self.streamed = report.streamed_bytes
         self.layout_bytes, self.layout_streams = self.held, self.streamed
         self.from_disk = report.ram_budget_bytes > 0
-        self._count_pinned()
+        self.count_pinned()
 
-    def _count_pinned(self) -> None:
+    def count_pinned(self) -> None:
+        """Let ComfyUI count the session's pinned memory among its own."""
         report = self.report()
         assert report is not None
         comfyui_api.count_pinned(report.pinned_bytes - self._pins[0])

@@ -130,12 +130,12 @@ def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
     """
     if settings.granularity != "auto":
         return [None]
-    finest: list[int | None] = [settings.vram // 3, settings.vram // 6, 1]
+    finest = sorted({max(1, settings.vram // 3), max(1, settings.vram // 6), 1}, reverse=True)
     if settings.compiled:  # compiled code runs fastest in one piece, so do not split it
         return [None, *finest]
     parts: list[int | None] = [
         COARSE if settings.coarse else PART,
-        *(n for n in finest if n is not None and n < PART),
+        *(n for n in finest if n < PART),
     ]
     # Packed bytes wait for a staging buffer and not for a slot, so whole blocks cause no gaps between copies.
     # A training step uses each unit three times, and each use takes host time, so fewer units are better in

@@ -15,6 +15,7 @@ from carom.core.host.arena import HostArena
 from carom.core.placement import residents as residents_module
 from carom.core.session import rule_planner
 from carom.core.session.layout_manager import LayoutManager
+from carom.core.session.policies import raise_budget
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
 from carom.nodes import leftover_memory, node_settings, opening
 from carom.nodes.node_settings import Beyond, Settings, beyond_now, remember
@@ -321,6 +322,17 @@ def test_a_suspended_model_returns_to_the_layout_that_it_had_where_the_offer_dif
         card.carom.forget_room()
         assert card.carom.budget == budget and residents(card) == before
     assert not planned
+
+
+def test_a_pass_that_cannot_run_again_leaves_a_layout_whose_offer_fell_by_little(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    expected = card.run()
+    card.carom.forget_room()
+    budget, before = card.carom.budget, residents(card)
+    monkeypatch.setattr(raise_budget, "repeats", lambda *_: False)
+    card.patcher.detach()
+    assert torch.equal(card.run(kept=card.kept + int(0.4 * LAYER)), expected)
+    assert card.carom.budget == budget and residents(card) == before
 
 
 def test_a_suspended_model_whose_budget_grows_keeps_all_residents_that_it_had(comfy, monkeypatch):

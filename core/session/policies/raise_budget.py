@@ -78,7 +78,7 @@ class RaiseBudget:
         else:  # the host application's budget may be smaller than the smallest budget that works
             base = min(max(base, ledger.least_bytes), ledger.vram)
         self.base, self._given = base, given
-        self.least = base if least is None else min(max(least, ledger.least_bytes), base)
+        self.least = base if least is None else min(least, base)
         if self.room is None or (self.room.keep, self.room.most) != (keep, most):
             self.room = BudgetRaise(keep, most)
 
