@@ -379,7 +379,9 @@ class Bench:
             shutil.copy(log, self.arguments.logs / log.name)
         steps_done = json.loads(told.read_text(encoding="utf-8"))["steps"] if told.exists() else []
         result: dict[str, Any] = {"job_s": time.monotonic() - began, "steps_done": len(steps_done)}
-        result["carom_lines"] = [line for line in text.splitlines() if line.startswith("carom: ")]
+        result["carom_lines"] = re.findall(
+            r"carom: [^\r\n]*", text
+        )  # also after a progress bar in the same line
         result["oom_skipped"] = text.count("OOM during training step, skipping")
         if code or not steps_done:
             errors = [line for line in text.splitlines() if "Error" in line] or text.splitlines()[-1:]
