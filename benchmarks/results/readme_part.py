@@ -35,8 +35,10 @@ def readme_part(index: dict[str, Any]) -> str:
     of the same record.
     """
     found = [cell for cell in cells(index) if cell.case.startswith("Carom")]
-    rows = sorted([*_comfyui(found), *_auto(found), *_aitoolkit(found)], key=lambda row: row.memory)
     prompts = prompt_table(found)
+    # Of ComfyUI the README shows prompts, or steps where no record has prompts.
+    steps = [] if prompts else _comfyui(found)
+    rows = sorted([*steps, *_auto(found), *_aitoolkit(found)], key=lambda row: row.memory)
     if not rows and prompts:
         return f"{GENERATED}\n{prompts}"
     if not rows:
@@ -48,7 +50,7 @@ def readme_part(index: dict[str, Any]) -> str:
         *(markdown_line(row.cells) for row in rows),
     ]
     words = (
-        f"Seconds a step on {cards}, newest records: Flux in ComfyUI, the LoRA in "
+        f"Seconds a step on {cards}, newest records: {'Flux in ComfyUI, ' if steps else ''}the LoRA in "
         "ai-toolkit, the DiT in Python. *Emulated*: another process held the rest of the card "
         "([all figures](docs/performance.md))."
     )

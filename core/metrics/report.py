@@ -263,7 +263,7 @@ class Report:
             ("  host late", format_seconds(self.host_late_seconds), _share(self.host_late_seconds, self.step_seconds, "of the step")),
             *self._gaps_row(),
             ("  best possible", format_seconds(self.roofline_seconds), self._roofline_verdict()),
-            ("  predicted", format_seconds(self.predicted_seconds), "by the planner, from the first steps"),
+            ("  predicted", format_seconds(self.predicted_seconds), "by the planner, without the host's delays"),
             ("transfers hidden", _percent(self.hidden_fraction if self.raw_bytes_per_step else None), "behind computing"),
             ("link rate", format_rate(self.link_bytes_per_second), "host to device"),
         ]  # fmt: skip

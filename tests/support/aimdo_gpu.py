@@ -14,7 +14,7 @@ import time
 
 import carom
 import torch
-from tests_inside import inside
+from inside import inside
 from torch import nn
 
 MIB = 1 << 20
