@@ -6,6 +6,7 @@ waited for this count would wait without end. So callers that wait also look at 
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from types import FrameType
@@ -25,9 +26,24 @@ def runs_elsewhere(streamer: Streamer) -> bool:
     own = threading.get_ident()
     return any(
         _in_pass(frame, streamer) or _in_backward(frame)
-        for thread, frame in sys._current_frames().items()
+        for thread, frame in _frames().items()
         if thread != own
     )
+
+
+def _frames() -> dict[int, FrameType]:
+    """Return the present frame of each thread, by the thread's id.
+
+    CPython (seen in 3.11.7) holds its lock on the list of threads while it makes frame objects. A garbage collection
+    that begins there and frees a `threading.local` waits for the same lock without end.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _in_pass(frame: FrameType | None, streamer: Streamer) -> bool:

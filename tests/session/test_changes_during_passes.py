@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 
 import carom
@@ -196,6 +198,20 @@ def test_a_thread_that_runs_pass_after_pass_lets_another_change_the_budget():
             stop.set()
             thread.join(10)
         assert found and all(found)
+
+
+def test_nothing_is_collected_while_the_stacks_of_threads_are_read(monkeypatch):
+    """A collection would wait without end for CPython's lock on the list of threads."""
+    model, frames, collects = net(), sys._current_frames, []
+    monkeypatch.setattr(sys, "_current_frames", lambda: (collects.append(gc.isenabled()), frames())[1])
+    with torch.no_grad(), streamed(model, "cpu") as session:
+        model(X)
+        inside(session).streamer.runs.local.mine.roots.append(0)  # as if another thread ran a pass
+        thread = threading.Thread(target=session.set_budget, args=(N // 2,))
+        thread.start()
+        thread.join(60)
+        inside(session).streamer.runs.local.mine.roots.clear()
+    assert collects and not any(collects) and gc.isenabled()
 
 
 def test_a_count_that_an_interrupt_left_behind_lets_nobody_wait():
