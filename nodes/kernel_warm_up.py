@@ -17,11 +17,13 @@ from .node_settings import Settings, without_gain
 def prepare_kernels(path: str, settings: Settings, device: torch.device) -> None:
     """Begin to compile the kernels that unpack weights of the file at ``path`` on ``device``, in the background.
 
-    Nothing happens where weights are not packed: on other devices than GPUs, if the user chose to copy them raw, and if
-    the file is so small that ComfyUI will keep its weights.
+    Nothing happens where weights are not packed: on other devices than GPUs, if the user chose to copy them raw, if
+    the file has no large tensors or no header of safetensors, and if ComfyUI will keep so small a model.
     """
-    if device.type == "cuda" and settings.codec != "raw" and not _fits(path, settings, device):
-        warm_up(device, _dtypes_of(path))
+    if device.type != "cuda" or settings.codec == "raw" or _fits(path, settings, device):
+        return
+    if dtypes := _dtypes_of(path):
+        warm_up(device, dtypes)
 
 
 def _fits(path: str, settings: Settings, device: torch.device) -> bool:

@@ -102,7 +102,7 @@ def _own(held: dict[str, Any]) -> Any:
 
 def _entries(held: dict[str, Any], own: Any) -> Iterator[tuple]:
     """Yield the entries (strength, patch and more) of patches: of a dict by weight, or of a weight's own list."""
-    for entry in own[held["key"]] if isinstance(own, dict) else own:
+    for entry in own.get(held["key"], ()) if isinstance(own, dict) else own:
         if isinstance(entry[0], list):  # ComfyUI-GGUF: the weight's entries, and its name
             yield from entry[0]
         else:

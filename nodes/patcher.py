@@ -399,7 +399,8 @@ class CaromPatcher:
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
         if self._carom.session is not None:
             self._carom.session.expect_anew()
-            self._carom.session.prepare_park()  # for the next model, or for the text encoder of the next prompt
+            # for the next model, or for the text encoder of the next prompt
+            self._carom.session.prepare_park(comfyui_api.pin_room())
             self._carom.claim_ram(self._settings)
         comfyui_api.say(self._carom.line(self.loaded_size()), self._settings.node)
         return super().pre_run(*args, **kwargs)  # type: ignore[misc]

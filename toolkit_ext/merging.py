@@ -62,13 +62,15 @@ def _merge_one(merge: Callable, module: nn.Module, places: Places, *args: Any, *
         return merge(*args, **kwargs)  # an adapter of zeros, as at the first step, changes nothing
     session, name = place
     copy = nn.Parameter(session.read(name, session.device), requires_grad=False)
-    version = copy._version
+    version, address = copy._version, copy.data_ptr()
     layer._parameters["weight"] = copy
     try:
         result = merge(*args, **kwargs)
         merged = layer._parameters["weight"]
     finally:
         layer._parameters["weight"] = weight
-    if merged is not None and (merged is not copy or merged._version != version):
+    # A merge replaces the parameter, writes to it, or replaces its data.
+    changed = merged is not copy or copy._version != version or copy.data_ptr() != address
+    if merged is not None and changed:
         session.write(name, merged.detach())
     return result

@@ -79,7 +79,8 @@ def _split(
             tl.store(data + at, (x & 0xFF).to(tl.uint8), mask=live)
             tl.store(data + stride + at, ((x >> 8) & 0xFF).to(tl.uint8), mask=live)
             top = ((x >> 24) & 0x80) | ((x >> 16) & 0x7F)
-            tl.store(data + 2 * stride + at, top.to(tl.uint8), mask=live)
+            # Not 2 * stride: `stride` has 32 bits, and `at` has 64.
+            tl.store(data + stride + (stride + at), top.to(tl.uint8), mask=live)
         elif KIND == "fp16":
             tl.store(data + at, (x & 0xFF).to(tl.uint8), mask=live)
         exponent = _exponent(x, KIND)
@@ -169,7 +170,7 @@ def _escapes(
 class Split:
     """A tensor of which all but the escapes is encoded.
 
-    ``header``: the header of the blob. ``encode_escapes``: returns the whole blob, and needs twice the bytes of the
+    ``header``: the header of the blob. ``encode_escapes``: returns the whole blob, and needs three times the bytes of the
     escapes as temporary memory.
     """
 

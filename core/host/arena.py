@@ -124,9 +124,10 @@ class HostArena:
         self.made += 1
         return Block(_as_tensor(allocate_pages(nbytes)), False, 0)
 
-    def pin(self, block: Block) -> bool:
+    def pin(self, block: Block, spare: bool = False) -> bool:
         """Pin a filled block; return whether the block is pinned. A refused block stays pageable, and a note
         tells why. Without a driver to pin with, the block stays pageable and no note is made.
+        ``spare``: pin only what fits, without unpinning other blocks, and without a note: no weight is in the block.
         """
         if block.pinned or block.data.numel() == 0:
             return block.pinned
@@ -135,11 +136,11 @@ class HostArena:
                 self.pageable_bytes += block.data.numel()
             return False
         size = -(-block.data.numel() // PAGE) * PAGE
-        if self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
+        if not spare and self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
             self.reclaim(over)
         with self._lock:
             if self._limit is not None and self._count() + size > self._limit:
-                return self._refused(block, f"the RAM budget of {self._limit} bytes is reached")
+                return not spare and self._refused(block, f"the RAM budget of {self._limit} bytes is reached")
             self._counted_bytes += size
         address = block.data.data_ptr()
         # The driver must unregister the memory before the memory is unmapped; this finalizer runs first. It is made
@@ -156,7 +157,7 @@ class HostArena:
             if reason is not None:
                 finalizer.detach()
                 self._counted_bytes -= size
-                return self._refused(block, reason)
+                return not spare and self._refused(block, reason)
             self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._count())
         return True
 

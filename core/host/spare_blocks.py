@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from ..common.background import BackgroundThread
 from ..common.huge_pages import PAGE
 from .arena import Block, HostArena, workers
+from .probe import host_memory
 
 logger = logging.getLogger("carom")
 _THREADS = 3  # few, so that processors are left to the program
@@ -39,24 +40,30 @@ class SpareBlocks:
         self._arena = arena
         self._order = _Order()
 
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Begin to make a pinned block for each of ``sizes``, in this order, as far as the limit of pinned memory allows.
+    def prepare(self, sizes: Iterable[int], room: float) -> None:
+        """Begin to make a pinned block for each of ``sizes``, in this order, as far as ``room`` bytes, the memory
+        that is free now, and the limit of pinned memory allow.
 
         Does nothing while earlier blocks are being made, or are left.
         """
         if self.busy or self._order.blocks or not self._arena.can_pin:
             return
+        room = min(room, host_memory().usable)
         asked = list(sizes)
-        while asked and not self._arena.has_room(sum(asked) + len(asked) * PAGE):
+        while asked:
+            total = sum(asked) + len(asked) * PAGE
+            if total <= room and self._arena.has_room(total):
+                break
             asked.pop()
         order = self._order = _Order(asked)
         count = min(len(order.sizes), max(1, min(_THREADS, workers() - 1)))
-        order.threads = [
-            BackgroundThread(_make, "carom-spare", order.sizes.clear, (self._arena, order))
-            for _ in range(count)
-        ]
-        for thread in order.threads:
-            thread.start()
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the system refuses threads: parks make the blocks that are missing
+            for _ in range(count):
+                thread = BackgroundThread(_make, "carom-spare", order.sizes.clear, (self._arena, order))
+                thread.start()
+                order.threads.append(thread)
 
     @property
     def busy(self) -> bool:
@@ -81,10 +88,12 @@ class SpareBlocks:
     def clear(self) -> int:
         """Make no more blocks, and unpin and free those that nothing has taken. Return the bytes that were unpinned.
 
-        A block that is being made is freed when it is ready.
+        Waits for the blocks that are being made, at most one of each thread.
         """
         order, self._order = self._order, _Order()
         order.sizes.clear()
+        for thread in order.threads:
+            thread.join()
         freed = 0
         while order.blocks:
             block = order.blocks.popleft()
@@ -102,7 +111,7 @@ def _make(arena: HostArena, order: _Order) -> None:
                 return
             block = arena.allocate(nbytes)
             ctypes.memset(block.data.data_ptr(), 0, nbytes)  # releases the GIL
-            if not arena.pin(block):
+            if not arena.pin(block, spare=True):
                 return
             order.blocks.append(block)
             del block

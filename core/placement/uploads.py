@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import queue
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Uploads:
         if self._engine.device.type != "cpu" and self._arena.has_room(room + threads * CHUNK):
             blocks = [self._arena.allocate(CHUNK) for _ in range(threads)]
         try:
-            if blocks and all(self._arena.pin(block) for block in blocks):
+            if blocks and all(self._arena.pin(block, spare=True) for block in blocks):
                 self._free = queue.SimpleQueue()
                 for block in blocks:
                     self._free.put((block, None))
@@ -56,6 +56,9 @@ class Uploads:
                 yield
         finally:
             self._pool = None
+            if blocks:  # an interrupt may leave copies from them in flight
+                with contextlib.suppress(Exception):
+                    self._engine.synchronize()
             for block in blocks:
                 block.unpin()
 
@@ -87,11 +90,10 @@ class Uploads:
         engine = self._engine
         # Kernels that read the memory of ``target`` before it was freed.
         before = engine.record(engine.stream())
-        jobs = [
-            self._pool.submit(self._copy_chunk, target, source, start, before)
-            for start in range(0, source.numel(), CHUNK)
-        ]
+        jobs: list[Future] = []
         try:
+            for start in range(0, source.numel(), CHUNK):
+                jobs.append(self._pool.submit(self._copy_chunk, target, source, start, before))
             for job in jobs:
                 engine.synchronize(job.result())
         except BaseException:  # nothing may write to ``target`` any more, whose memory is now freed

@@ -359,13 +359,13 @@ class LayoutManager:
         if interrupted is not None:
             raise interrupted
 
-    def prepare_park(self) -> None:
-        """Begin to make pinned blocks for the residents that `park` would copy to the host."""
+    def prepare_park(self, room: float) -> None:
+        """Begin to make pinned blocks, of at most ``room`` bytes, for the residents that `park` would copy to the host."""
         with self.lock:
             if self.attached and self.simple and not self.engine.shares_host:
                 placement = self.layout.placement
                 if not placement.came_on_device:
-                    self.host.spares.prepare(placement.residents.unsaved_bytes())
+                    self.host.spares.prepare(placement.residents.unsaved_bytes(), room)
 
     def close(self, discard: bool = False) -> None:
         """Restore the module as it was before the session. After a failure the call may be repeated.

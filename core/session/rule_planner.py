@@ -143,12 +143,6 @@ def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
     return [None, *parts] if settings.packs and _trains(cut(module, settings, None), settings) else parts
 
 
-def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
-    """Return the plan of the rule for the units of an existing ``carving``. Raises BudgetError."""
-    given = problem(carving, settings, grain)
-    return with_staging(carving, settings, grain, functools.partial(by_rule, given, carving, settings, grain))
-
-
 def divided(units: list[Unit]) -> list[str]:
     """Return a note for the report on streamed ``units`` that are parts of blocks of a compiled module."""
     parts = [unit for unit in units if unit.kind in ("phase", "layer")]

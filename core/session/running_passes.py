@@ -38,8 +38,8 @@ def _frames() -> dict[int, FrameType]:
     that begins there and frees a `threading.local` waits for the same lock without end.
     """
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         return sys._current_frames()
     finally:
         if enabled:

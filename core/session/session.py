@@ -248,14 +248,15 @@ class Session:
         """
         park(self._parts, keep)
 
-    def prepare_park(self) -> None:
-        """Make the pinned host memory that ``park(keep=True)`` needs, in the background, as far as ``ram`` allows.
+    def prepare_park(self, room: float = math.inf) -> None:
+        """Make the pinned host memory that ``park(keep=True)`` needs, in the background, as far as ``ram``, the memory that
+        is free now, and ``room`` (bytes) allow.
 
         To be called when steps begin, if the session will be parked after them. Without the call, the first park takes
         longer, because it makes the memory itself.
         """
         self._need_open()
-        self._manager.prepare_park()
+        self._manager.prepare_park(room)
 
     def unpark(self) -> None:
         """Move the weights of a parked session to the device again."""
@@ -304,8 +305,7 @@ class Session:
     # -- changes of layout by measured times and free memory
 
     def tune(self) -> bool:
-        """Search for a layout by the measured times so far, and change to it if a step is predicted to be at
-        least 3 % faster.
+        """Review the layout by the measured times so far, and change it if a step is predicted to be at least 3 % faster.
 
         Returns whether the layout changed: never while the ranks of a group gather weights, as they need equal layouts.
         Must be called between steps. A session also changes its layout by

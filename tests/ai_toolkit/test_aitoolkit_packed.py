@@ -113,7 +113,17 @@ def test_packed_weights_are_readable_and_true(job):
         assert torch.equal(norm, torch.linalg.vector_norm(value, dim=0))
 
 
-def test_a_merge_is_seen_and_warns_of_nothing(job):
+def merge_through_data(self, merge_weight=1.0):
+    """As ai-toolkit's FullModule merges: the parameter stays, and gets other data."""
+    (layer,) = self.org_module
+    added = merge_weight * (self.up.detach().float() @ self.down.detach().float())
+    layer.weight.data = (layer.weight.float() + added).to(layer.weight.dtype)
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "data"])
+def test_a_merge_is_seen_and_warns_of_nothing(job, monkeypatch, how):
+    if how == "data":
+        monkeypatch.setattr(standin.Lora, "merge_in", merge_through_data)
     _, model = job
     x, text = inputs()
     standin.MemoryManager.attach(model, CPU)
