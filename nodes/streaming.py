@@ -157,7 +157,8 @@ class Streaming(TakesRoom):
             raise
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
         open_models.add(self)
-        self._ends = weakref.finalize(model, _dropped, weakref.ref(self), self._pins)
+        # Not a weak reference: the collector clears it before the call if model and `Streaming` die together.
+        self._ends = weakref.finalize(model, _dropped, self, self._pins)
         self._ends.atexit = False
         self.changes.enter_by(model, root, entrances)
         self.changes.undo_later(before_each_pass(root, self))
@@ -442,29 +443,28 @@ def known_streaming(model: Any) -> Streaming | None:
     return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
 
 
-def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
+def _dropped(streaming: Streaming, pins: list[int]) -> None:
     """Close the session of a model that ComfyUI deleted.
 
     The session's device memory is released at once, not at the next collection of reference cycles, because ComfyUI
     offers the free memory to the model that it loads next.
     """
-    streaming = reference()
-    session = None if streaming is None else streaming.session
+    session = streaming.session
     try:
         comfyui_api.count_pinned(-pins[0])
         pins[0] = 0
-        if streaming is not None:
-            streaming.patches.release()
-        if streaming is not None and session is not None:
-            streaming.session, streaming.active, streaming.suspended = None, False, False
-            streaming.ram, streaming._views = 0, None
-            suspended_models.pop(streaming, None)
-            root = session.module  # shares its attributes with the model, which is gone
-            successor.succeed(root.model if isinstance(root, Scope) else root)
-            try:
-                with comfyui_api.laying_out():
-                    session.close(discard=True)
-            finally:
-                streaming.changes.undo()  # these are references of the model's modules to themselves
+        streaming.patches.release()
+        if session is None:
+            return
+        streaming.session, streaming.active, streaming.suspended = None, False, False
+        streaming.ram, streaming._views = 0, None
+        suspended_models.pop(streaming, None)
+        root = session.module  # shares its attributes with the model, which is gone
+        successor.succeed(root.model if isinstance(root, Scope) else root)
+        try:
+            with comfyui_api.laying_out():
+                session.close(discard=True)
+        finally:
+            streaming.changes.undo()  # these are references of the model's modules to themselves
     except Exception as error:  # a finalizer has no caller to raise to
         logger.warning("Carom: a model that was dropped could not give its memory back: %s", str(error))

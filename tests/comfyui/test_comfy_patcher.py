@@ -766,6 +766,18 @@ def test_a_model_that_is_dropped_takes_its_session_with_it(comfy):
     assert [reference() for reference in gone] == [None, None]
 
 
+def test_a_model_that_dies_in_a_collection_closes_its_session(comfy):
+    """The collector clears weak references to all that it frees, before it calls finalizers."""
+    patcher = make(comfy, LIMIT)
+    run(patcher)
+    session = streaming_of(patcher.model).session
+    patcher.model.itself = [patcher.model]  # a cycle, as ComfyUI leaves some
+    patcher.detach()
+    del patcher
+    gc.collect()
+    assert session.closed
+
+
 def test_a_dropped_model_gives_the_device_back_before_anybody_collects_cycles(comfy, monkeypatch):
     """ComfyUI offers the next model what is free; a model that lingers in a cycle would leave it nothing."""
     counted = []
