@@ -107,8 +107,6 @@ def _make(arena: HostArena, order: _Order) -> None:
     try:
         while order.sizes:
             nbytes = order.sizes.popleft()
-            if not arena.has_room(nbytes):
-                return
             block = arena.allocate(nbytes)
             ctypes.memset(block.data.data_ptr(), 0, nbytes)  # releases the GIL
             if not arena.pin(block, spare=True):

@@ -356,6 +356,19 @@ def test_the_first_park_pins_nothing_where_its_memory_was_prepared_during_the_st
     assert inside(session).arena.pinned_bytes == 0
 
 
+def test_a_park_is_prepared_in_the_room_that_the_caller_has(small_unit):
+    net = Net()
+    with streamed(net, 0.7) as session:
+        run(net)
+        before = session.report().pinned_bytes
+        session.prepare_park(room=1000)  # less than any unit takes
+        wait_for_spares(session)
+        assert session.report().pinned_bytes == before
+        session.prepare_park()
+        session.set_budget(vram=int(0.4 * size(net)))
+        assert not inside(session).manager.host.spares.busy, "a layout waits for blocks that are being made"
+
+
 def test_memory_that_was_prepared_for_a_park_gives_way_to_streamed_weights_and_ends_with_the_session(
     small_unit,
 ):
