@@ -44,8 +44,8 @@ class Streaming(TakesRoom):
     ``active``: whether Carom has the weights, or is about to take them; ``suspended``: whether ComfyUI unloaded the
     model while the session keeps the weights on the host; ``budget``: the session's budget in bytes; ``held``: bytes on
     the device (resident, adapters, slots, staging); ``weights``: bytes of all weights, each counted once; ``streamed``:
-    bytes of streamed weights; ``layout_bytes``, ``layout_streams``: ``held`` and ``streamed`` under the last layout, to
-    which a suspended model returns; ``note``: why the model does not stream, "" if it may; ``settings``: those of the patcher
+    bytes of streamed weights; ``layout_bytes``: ``held`` under the last layout, to which a suspended model returns;
+    ``layout_streams``: ``streamed`` under that layout; ``note``: why the model does not stream, "" if it may; ``settings``: those of the patcher
     that loaded the model last; ``limit_changed``: whether the user has changed the device memory that he allows since
     the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;

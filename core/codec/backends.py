@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -33,7 +33,25 @@ def triton_supports(arch: str) -> bool:
     return not arch.startswith(_UNSUPPORTED)
 
 
-@functools.cache
+def _answered(trial: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that calls ``trial`` once and keeps its answer for the life of the process.
+
+    Memory that is missing tells nothing about Triton: the answer is then False, and is not kept.
+    """
+    kept = functools.cache(trial)
+
+    @functools.wraps(trial)
+    def answer() -> bool:
+        try:
+            return kept()
+        except torch.OutOfMemoryError:
+            return False
+
+    answer.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+    return answer
+
+
+@_answered
 def triton_works() -> bool:
     """Return whether Triton can decode packed weights on the CUDA or ROCm device of this process.
 
@@ -46,7 +64,7 @@ def triton_works() -> bool:
     return _try() if found is None else found
 
 
-@functools.cache
+@_answered
 def triton_encodes() -> bool:
     """Return whether Triton can encode weights on the CUDA or ROCm device of this process. The first call compiles kernels
     and encodes a small tensor.
@@ -57,6 +75,8 @@ def triton_encodes() -> bool:
         if _encodes_exactly(torch.device("cuda", torch.cuda.current_device())):
             return True
         log.info("Triton encodes other bytes than the host: torch operations encode weights")
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         log.info("Triton cannot encode weights, torch operations do: %s", error)
     return False
@@ -121,7 +141,8 @@ def _try() -> bool:
 def triton_hindrance(device: torch.device) -> str:
     """Return why Triton kernels cannot decode on ``device``, or "" if a small tensor is decoded bit for bit.
 
-    A Triton that imports may still be unable to compile, for example on Windows without a C compiler.
+    A Triton that imports may still be unable to compile, for example on Windows without a C compiler. Raises
+    torch.OutOfMemoryError if the device has no room for the tensor.
     """
     if device.type == "cuda" and torch.version.hip:
         arch = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
@@ -130,6 +151,8 @@ def triton_hindrance(device: torch.device) -> str:
     # A broken installation of Triton raises errors of many kinds; torch operations decode everywhere.
     try:
         return "" if _decodes_exactly(device) else "a kernel gave other bits than torch operations"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
 

@@ -5,8 +5,9 @@ The meter never waits for the device, except in `Meter.finish`: the events of a 
 once all of them have completed. A step is one forward of the root module (the module that the session
 streams) or, in training, everything from the first forward after a backward to the end of the last backward
 before the next forward. A forward of a part of the root (a module below it) that is called outside the root's
-forward counts like one of the root, but figures of steps without the root are kept apart. So a step of a GPipe schedule has the forwards and the backwards of all microbatches,
-and a step of a 1F1B schedule mostly has those of one. A unit is a group of weights that are copied together.
+forward counts like one of the root, but figures of steps without the root are kept apart. So a step of a
+GPipe schedule has the forwards and the backwards of all microbatches, and a step of a 1F1B schedule mostly
+has those of one. A unit is a group of weights that are copied together.
 
 Events tell when the device did its work, delays by the host included. Where the device waited for the host in an
 early step, the meter can *hold* the device in a later one (`Meter.hold_next`): at each wait for weights the device waits

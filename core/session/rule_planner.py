@@ -126,7 +126,7 @@ def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
 
 def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
     """Return the limits on the bytes of a unit that `decide` tries, in order. None stands for blocks that are
-    not split.
+    not split; 1 byte splits a block as far as it can be split.
     """
     if settings.granularity != "auto":
         return [None]

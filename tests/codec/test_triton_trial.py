@@ -63,6 +63,27 @@ def test_a_triton_that_imports_but_cannot_compile_is_not_used_and_named_once(mon
     assert "C compiler" in line and "torch operations" in line
 
 
+def test_a_card_that_is_full_at_the_trial_does_not_turn_triton_off_for_good(monkeypatch):
+    answers = [torch.OutOfMemoryError("full"), True]
+
+    def decodes(device):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(backends, "_decodes_exactly", decodes)
+    monkeypatch.setattr(backends, "_trial", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    backends.triton_works.cache_clear()
+    try:
+        assert [backends.triton_works() for _ in range(3)] == [False, True, True]
+    finally:
+        backends.triton_works.cache_clear()
+
+
 def test_an_unsupported_architecture_is_refused_before_a_kernel_runs(monkeypatch):
     monkeypatch.setattr(backends, "_decodes_exactly", lambda device: pytest.fail("a kernel was tried"))
     monkeypatch.setattr(torch.version, "hip", "7.2.53211")

@@ -169,8 +169,8 @@ class DeviceMemory:
         if moved:
             self._manager.engine.trim()
             return None
-        # Under a smaller budget, choose the units to keep on the device among those that are there, so that
-        # no unit has to be loaded.
+        # Under a smaller budget, units that are on the device stay before any others, so that no unit has to be
+        # loaded.
         among = seen.layout.resident_names() if ledger.vram < before else None
         return dataclasses.replace(seen.wanted, vram=ledger.vram, residents_among=among)
 
