@@ -18,13 +18,13 @@ from carom.nodes.node_settings import Settings
 from carom.nodes.patcher import wear
 from carom.nodes.prepared_patches import PreparedPatches
 from carom.nodes.streaming import streaming_of
+from tests_comfy_layers import BLOCKS, LAYER, WIDTH, load, step, stock
 from tests_comfy_stand_in import installed
 from torch import nn
 from torch.nn import functional
 
 CPU = torch.device("cpu")
-WIDTH, BLOCKS, RANK = 64, 12, 4
-LAYER = (WIDTH * WIDTH + WIDTH) * 4
+RANK = 4
 FACTORS = 2 * RANK * WIDTH * 4  # bytes of one adapter, a multiple of the allocator's grain
 PAGE = 4096
 NAMES = [f"diffusion_model.{number}.weight" for number in range(BLOCKS)]
@@ -111,33 +111,6 @@ def make(made: Any = None, kind: Any = None) -> Any:
     return wear(kind(made or model(), CPU, CPU), Settings(mode="stream", codec="raw"))
 
 
-def load(patcher: Any, patches: list[tuple[dict, float]], loaded: Any = None) -> Any:
-    """Load a clone of ``patcher`` with ``patches``, after ``loaded`` (else ``patcher`` itself) was released to it."""
-    clone = patcher.clone()
-    for found, strength in patches:
-        clone.add_patches(found, strength)
-    (loaded or patcher).detach(unpatch_all=False)
-    with torch.inference_mode():
-        clone.partially_load(CPU, 9 * LAYER - clone.loaded_size())
-        clone.pre_run()
-    return clone
-
-
-def step(patcher: Any) -> torch.Tensor:
-    x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
-    with torch.inference_mode():
-        return patcher.model.diffusion_model(x).clone()
-
-
-def stock(patches: list[tuple[dict, float]]) -> torch.Tensor:
-    patcher = sys.modules["comfy.model_patcher"].ModelPatcher(model(), CPU, CPU)
-    for found, strength in patches:
-        patcher.add_patches(found, strength)
-    with torch.inference_mode():
-        patcher.partially_load(CPU, 1)
-    return step(patcher)
-
-
 def test_patches_without_room_on_the_device_are_pinned_once(pins, full_device):
     first, second = lora(1), lora(2)
     patcher = loaded = make()
@@ -145,7 +118,7 @@ def test_patches_without_room_on_the_device_are_pinned_once(pins, full_device):
     reads, pinned = [], []
     for chain in chains:
         with HostReads(tensors(first, second)) as mode:
-            loaded = load(patcher, list(chain), loaded)
+            loaded = load(patcher, list(chain), loaded=loaded)
             reads.append(mode.count)
             steps = [step(loaded) for _ in range(2)]
         assert mode.count == reads[-1]  # no step reads a factor in pageable memory
@@ -239,7 +212,7 @@ def test_patches_that_a_weights_own_class_applies_are_prepared(nested):
             layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Blocks), requires_grad=False)
     patcher = loaded = make(made, Patcher)
     for chain in ([(first, 1.0)], [(first, 0.3)], [(first, 0.3), (second, 0.7)], [], [(second, 1.0)]):
-        loaded = load(patcher, chain, loaded)
+        loaded = load(patcher, chain, loaded=loaded)
         carom = streaming_of(made)
         assert carom.streams and carom.streamed
         assert carom.patches.nbytes == len(chain) * BLOCKS * FACTORS

@@ -20,7 +20,7 @@ from carom.nodes.node_settings import Settings
 from carom.nodes.patcher import wear
 from carom.nodes.prepared_patches import PreparedPatches
 from carom.nodes.streaming import streaming_of
-from tests_comfy_layers import BLOCKS, LAYER, WIDTH, Model
+from tests_comfy_layers import BLOCKS, LAYER, WIDTH, Model, load, step, stock
 from tests_comfy_server import PATHS, PYTHON, REASON
 from tests_comfy_stand_in import installed
 
@@ -72,38 +72,6 @@ def make(**settings: Any) -> Any:
     patcher_class = sys.modules["comfy.model_patcher"].ModelPatcher
     options = {"mode": "stream", "codec": "raw", **settings}
     return wear(patcher_class(Model(), CPU, CPU), Settings(**options))
-
-
-def load(
-    patcher: Any, patches: list[tuple[dict, float]], offer: float = 9 * LAYER, loaded: Any = None
-) -> Any:
-    """Load a clone of ``patcher`` with ``patches`` and return it, as a prompt with these LoRAs does.
-
-    ``loaded``: the clone that is loaded now, None for ``patcher`` itself.
-    """
-    clone = patcher.clone()
-    for found, strength in patches:
-        clone.add_patches(found, strength)
-    (loaded or patcher).detach(unpatch_all=False)
-    with torch.inference_mode():
-        clone.partially_load(CPU, offer - clone.loaded_size())
-        clone.pre_run()
-    return clone
-
-
-def step(patcher: Any) -> torch.Tensor:
-    x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
-    with torch.inference_mode():
-        return patcher.model.diffusion_model(x).clone()
-
-
-def stock(patches: list[tuple[dict, float]]) -> torch.Tensor:
-    patcher = sys.modules["comfy.model_patcher"].ModelPatcher(Model(), CPU, CPU)
-    for found, strength in patches:
-        patcher.add_patches(found, strength)
-    with torch.inference_mode():
-        patcher.partially_load(CPU, 1)
-    return step(patcher)
 
 
 def copies(monkeypatch) -> list[torch.Tensor]:

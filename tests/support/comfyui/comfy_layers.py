@@ -1,6 +1,9 @@
-"""A model of linear layers in the form of ComfyUI's BaseModel, made of the layers of `comfy_stand_in`."""
+"""A model of linear layers in the form of ComfyUI's BaseModel, made of the layers of `comfy_stand_in`, and prompts with it."""
 
 from __future__ import annotations
+
+import sys
+from typing import Any
 
 import tests_comfy_stand_in as stand_in
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 
 WIDTH, BLOCKS = 64, 12
 LAYER = (WIDTH * WIDTH + WIDTH) * 4  # bytes
+CPU = torch.device("cpu")
 
 
 class Diffusion(nn.Sequential):
@@ -25,3 +29,35 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.diffusion_model = Diffusion()
+
+
+def load(
+    patcher: Any, patches: list[tuple[dict, float]], offer: float = 9 * LAYER, loaded: Any = None
+) -> Any:
+    """Load a clone of ``patcher`` with ``patches`` and return it, as a prompt with these LoRAs does.
+
+    ``loaded``: the clone that is loaded now, None for ``patcher`` itself.
+    """
+    clone = patcher.clone()
+    for found, strength in patches:
+        clone.add_patches(found, strength)
+    (loaded or patcher).detach(unpatch_all=False)
+    with torch.inference_mode():
+        clone.partially_load(CPU, offer - clone.loaded_size())
+        clone.pre_run()
+    return clone
+
+
+def step(patcher: Any) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+    with torch.inference_mode():
+        return patcher.model.diffusion_model(x).clone()
+
+
+def stock(patches: list[tuple[dict, float]]) -> torch.Tensor:
+    patcher = sys.modules["comfy.model_patcher"].ModelPatcher(Model(), CPU, CPU)
+    for found, strength in patches:
+        patcher.add_patches(found, strength)
+    with torch.inference_mode():
+        patcher.partially_load(CPU, 1)
+    return step(patcher)
