@@ -82,10 +82,14 @@ class PosixFile:
         return os.fstat(self._buffered_fd)
 
     def close(self) -> None:
-        for fd in (self._direct_fd, self._buffered_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._direct_fd = self._buffered_fd = -1
+        # An interrupt between two lines may leave a descriptor open; it never lets one be closed twice, which could
+        # close a file that another thread has opened meanwhile.
+        fd, self._direct_fd = self._direct_fd, -1
+        if fd >= 0:
+            os.close(fd)
+        fd, self._buffered_fd = self._buffered_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         if hasattr(self, "_buffered_fd"):

@@ -135,6 +135,7 @@ class WindowsFile:
         return os.stat(self._path)
 
     def close(self) -> None:
-        for handle in (*self._handles.values(), *self._all_events):
+        handles = [*self._handles.values(), *self._all_events]
+        self._handles, self._all_events = {}, []  # before the handles are closed: none is closed twice
+        for handle in handles:
             self._kernel32.CloseHandle(handle)
-        self._handles, self._all_events = {}, []

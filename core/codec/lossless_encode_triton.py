@@ -163,7 +163,8 @@ def _escapes(
             nibble = tl.load(nibbles + exponent, mask=active, other=0).to(tl.int32)
             at = target + ((rank + turn) << wide)
             tl.store(at, tl.where(wide != 0, exponent & 15, nibble).to(tl.uint8), mask=active)
-            tl.store(at + 1, (exponent >> 4).to(tl.uint8), mask=active & (wide != 0))
+            # Triton 3.9's interpreter rejects `active & (wide != 0)`: it broadcasts a scalar bool to int32.
+            tl.store(at + 1, (exponent >> 4).to(tl.uint8), mask=(lowest & (0 - wide)) != 0)
 
 
 @dataclass(frozen=True)
