@@ -126,6 +126,14 @@ def test_the_version_is_the_packages(capsys):
     assert capsys.readouterr().out.strip() == f"carom {carom.__version__}"
 
 
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_checkout_that_is_not_installed_is_started_by_its_folder(root, tmp_path, isolated):
+    """An embedded Python ignores the current folder and PYTHONPATH, as -I does."""
+    command = [sys.executable, *(["-I"] if isolated else []), str(root), "install-comfyui", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2 and "nowhere is no folder" in done.stderr
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's pipe")
 def test_output_that_nobody_reads_to_the_end_is_no_failure_in_words(root, tmp_path):
     (tmp_path / "carom").symlink_to(root, target_is_directory=True)
