@@ -8,6 +8,7 @@ bytes at most).
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from typing import Any
@@ -18,6 +19,14 @@ _OPEN_EXISTING = 3
 _NO_BUFFERING, _OVERLAPPED, _RANDOM = 0x20000000, 0x40000000, 0x10000000
 _INVALID_HANDLE = ctypes.c_void_p(-1).value
 ERROR_HANDLE_EOF, ERROR_INVALID_PARAMETER, ERROR_IO_PENDING = 38, 87, 997
+# {Windows error: (errno, text)}. The errno decides the class of the exception, and the class decides whether the reader
+# tries again: a missing file stays missing, and another program closes a file that it has open.
+_KNOWN_ERRORS = {
+    2: (errno.ENOENT, "the file does not exist"),
+    3: (errno.ENOENT, "the folder does not exist"),
+    5: (errno.EACCES, "access is denied"),
+    32: (errno.EBUSY, "the file is in use by another program"),
+}
 
 
 class _Overlapped(ctypes.Structure):
@@ -85,7 +94,8 @@ class WindowsFile:
 
     def _error(self, message: str) -> OSError:
         code = self._kernel32.get_last_error()
-        error = OSError(0, f"{message} (Windows error {code})", self._path)
+        number, reason = _KNOWN_ERRORS.get(code, (0, message))
+        error = OSError(number, f"{reason} (Windows error {code})", self._path)
         error.winerror = code  # type: ignore[attr-defined]
         return error
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from ..checkpoint.direct_io import RawFile, open_raw
 from ..common.huge_pages import allocate_pages
 from ..common.sizes import GIB, MIB
 
@@ -252,9 +253,9 @@ def disk_rate(
     """Measure reads of a temporary file in `folder` with direct I/O, by one thread and by several, `seconds`
     each.
 
-    The file is removed in all cases (on POSIX it is unlinked before it is read). It takes at most a tenth of
-    the free space. Raises `NotAvailable` if the folder is missing or not writable, OSError for all other
-    failures.
+    The file is removed in all cases (before it is read, except on Windows, which does not delete an open file). It
+    takes at most a tenth of the free space. Raises `NotAvailable` if the folder is missing or not writable, OSError for
+    all other failures.
     """
     if not os.path.isdir(folder):
         raise NotAvailable(f"there is no folder {os.fspath(folder)}")
@@ -277,14 +278,15 @@ def disk_rate(
             written += os.write(handle, noise[: size - written])
         os.fsync(handle)
         size = written // (block * threads) * block * threads
-        reader, direct = _open_direct(name)
+        reader = open_raw(name)
         try:
-            if os.name == "posix":
+            if not on_windows():
                 os.unlink(name)  # so that the file is removed even if the process is killed while reading
             one = _read_for(reader, size, block, 1, seconds)
             several = _read_for(reader, size, block, threads, seconds)
+            direct = reader.direct
         finally:
-            os.close(reader)
+            reader.close()
     finally:
         os.close(handle)
         with contextlib.suppress(OSError):
@@ -292,19 +294,7 @@ def disk_rate(
     return DiskRate(str(folder), one, several, threads, direct, size)
 
 
-def _open_direct(name: str) -> tuple[int, bool]:
-    """Return (file descriptor, whether its reads bypass the page cache)."""
-    binary = getattr(os, "O_BINARY", 0)
-    if hasattr(os, "O_DIRECT"):
-        with contextlib.suppress(OSError):  # tmpfs and some network file systems do not support direct I/O
-            return os.open(name, os.O_RDONLY | os.O_DIRECT), True
-    handle = os.open(name, os.O_RDONLY | binary)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # type: ignore[attr-defined,unused-ignore]
-    return handle, False
-
-
-def _read_for(handle: int, size: int, block: int, threads: int, seconds: float) -> float:
+def _read_for(file: RawFile, size: int, block: int, threads: int, seconds: float) -> float:
     """Return the bytes/s of `threads` threads that read the file for `seconds`, over and over again if time
     allows.
 
@@ -313,7 +303,6 @@ def _read_for(handle: int, size: int, block: int, threads: int, seconds: float) 
     bytes_read = [0] * threads
     errors: list[OSError] = []
     start = time.monotonic()
-    lock = threading.Lock()
 
     def read(thread_number: int) -> None:
         # This is the kind of memory that `DiskReader` reads into; its pages affect the rate.
@@ -321,12 +310,7 @@ def _read_for(handle: int, size: int, block: int, threads: int, seconds: float) 
         offset = thread_number * block
         while not bytes_read[thread_number] or time.monotonic() - start < seconds:
             try:
-                if hasattr(os, "preadv"):
-                    got = os.preadv(handle, [buffer], offset)
-                else:
-                    with lock:
-                        os.lseek(handle, offset, os.SEEK_SET)
-                        got = len(os.read(handle, block))
+                got = file.read_into(buffer, offset)
             except OSError as error:
                 errors.append(error)
                 return

@@ -25,6 +25,7 @@ from carom.core.common.errors import WeightsError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests_fake_kernel32 import FakeKernel32
 
 SMALL = ReaderPolicy(workers=3, chunk=4 * ALIGN, retries=3, backoff=0.001)
 
@@ -462,60 +463,6 @@ def test_file_system_without_direct_reads_falls_back(where: str, tmp_path: Path,
         assert reader.stats().retries == 0
 
 
-class FakeKernel32:
-    """The five calls that WindowsFile makes, on an ordinary file: unbuffered handles take only aligned reads."""
-
-    def __init__(self, refuse: str = "") -> None:
-        self.refuse, self.error, self.handles, self.next = refuse, 0, {}, 100
-        self.pending: dict[int, int] = {}
-
-    def CreateFileW(self, path, access, share, security, how, flags, template):
-        if self.refuse == "open" and flags & 0x20000000:
-            self.error = direct_io_windows.ERROR_INVALID_PARAMETER
-            return ctypes.c_void_p(-1).value
-        real = path.replace("\\\\?\\", "")
-        if not os.path.exists(real):
-            self.error = 2
-            return ctypes.c_void_p(-1).value
-        assert flags & 0x40000000, "positioned reads need an overlapped handle"
-        self.next += 1
-        self.handles[self.next] = (os.open(real, os.O_RDONLY), bool(flags & 0x20000000))
-        return self.next
-
-    def CreateEventW(self, *_):
-        self.next += 1
-        self.handles[self.next] = (None, False)
-        return self.next
-
-    def ReadFile(self, handle, target, want, count, overlapped):
-        fd, unbuffered = self.handles[handle]
-        call = overlapped._obj
-        offset = call.offset | call.offset_high << 32
-        if unbuffered and (self.refuse == "read" or offset % 512 or want % 512 or target % 512):
-            self.error = direct_io_windows.ERROR_INVALID_PARAMETER
-            return 0
-        data = os.pread(fd, want, offset)
-        if not data:
-            self.error = direct_io_windows.ERROR_HANDLE_EOF
-            return 0
-        ctypes.memmove(target, data, len(data))
-        self.pending[ctypes.addressof(call)] = len(data)
-        self.error = direct_io_windows.ERROR_IO_PENDING
-        return 0
-
-    def GetOverlappedResult(self, handle, overlapped, count, wait):
-        count._obj.value = self.pending.pop(ctypes.addressof(overlapped._obj))
-        return 1
-
-    def CloseHandle(self, handle):
-        fd, _ = self.handles.pop(handle)
-        if fd is not None:
-            os.close(fd)
-
-    def get_last_error(self):
-        return self.error
-
-
 @pytest.mark.parametrize("refuse", ["", "open", "read"])
 def test_windows_reads_follow_the_documented_calls(refuse: str, tmp_path: Path):
     entry, data = checkpoint(tmp_path)
@@ -527,6 +474,28 @@ def test_windows_reads_follow_the_documented_calls(refuse: str, tmp_path: Path):
         assert bytes(target) == data
         assert (reader.stats().direct > 0) == (refuse == "")
     assert not kernel32.handles, "every handle is closed"
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts", "text"),
+    [
+        (2, 1, "the file does not exist"),
+        (3, 1, "the folder does not exist"),
+        (5, 1, "access is denied"),
+        (32, 4, "in use by another program"),
+        (1117, 4, "cannot be opened"),
+    ],
+)
+def test_on_windows_only_errors_that_may_pass_are_retried(
+    tmp_path: Path, code: int, attempts: int, text: str
+):
+    """A missing file stays missing. A virus scanner closes the file that it has open."""
+    entry, data = checkpoint(tmp_path)
+    kernel32, policy = FakeKernel32(code), ReaderPolicy(workers=1, backoff=0.001, retries=3)
+    with DiskReader(policy, opener=lambda p, d: direct_io_windows.WindowsFile(p, d, kernel32)) as reader:
+        found = rf"m\.safetensors.* after {attempts} attempts: .*{text} \(Windows error {code}\)"
+        with pytest.raises(WeightsError, match=found):
+            reader.submit(entry, bytearray(len(data))).result(20)
 
 
 def test_windows_paths_are_lifted_over_the_length_limit(monkeypatch):

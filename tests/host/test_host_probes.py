@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,10 +15,12 @@ import psutil
 import pytest
 import tests_stand_in_machines as stand_in
 import torch
+from carom.core.checkpoint import direct_io, direct_io_windows
 from carom.core.common.sizes import GIB, MIB
 from carom.core.host import probe
 from carom.core.session import settings
 from carom.tools.doctor import diagnosis, extras, hardware
+from tests_fake_kernel32 import FakeKernel32
 
 whole, gpu_of, memory_of = stand_in.whole, stand_in.gpu_of, stand_in.memory_of
 
@@ -153,11 +156,26 @@ def test_the_disk_probe_measures_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_on_windows_the_drive_is_measured_past_the_page_cache(tmp_path, monkeypatch):
+    """Windows has neither O_DIRECT nor preadv. Reads of a handle without buffering bypass its cache."""
+    kernel32 = FakeKernel32()
+    monkeypatch.setattr(direct_io_windows, "_load_kernel32", lambda: kernel32)
+    monkeypatch.setattr(direct_io.sys, "platform", "win32")
+    for name in ("O_DIRECT", "preadv", "posix_fadvise"):
+        monkeypatch.delattr(os, name, raising=False)
+    found = probe.disk_rate(tmp_path, size=8 * MIB, block=MIB, threads=2, seconds=0.02)
+    assert found.direct and found.one > 0 and found.several > 0
+    assert not kernel32.handles and list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:  # a file system that refuses unbuffered reads
+        patch.setattr(direct_io_windows, "_load_kernel32", lambda: FakeKernel32("read"))
+        assert not probe.disk_rate(tmp_path, size=8 * MIB, block=MIB, threads=2, seconds=0.02).direct
+
+
 def test_the_disk_probe_leaves_nothing_behind_when_reading_fails(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError("no such luck")
 
-    monkeypatch.setattr(probe, "_open_direct", refuse)
+    monkeypatch.setattr(probe, "open_raw", refuse)
     with pytest.raises(OSError, match="luck"):
         probe.disk_rate(tmp_path, size=4 * MIB, block=MIB, threads=2, seconds=0.1)
     assert list(tmp_path.iterdir()) == []
