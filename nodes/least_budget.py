@@ -11,7 +11,8 @@ from ..core.common.errors import BudgetError, CaromError
 from ..core.session.session import Session, stream
 from .module_roots import prepare, root_of
 from .node_settings import Settings
-from .quantized_weights import dresses, put_together, take_apart
+from .quantized_weights import dressing, put_together, take_apart
+from .successor import modules_of
 
 PLENTY = (
     8  # a budget of 8 times the largest module's weights is more than the least one, if blocks may be divided
@@ -21,7 +22,7 @@ PLENTY = (
 def suffices(model: nn.Module, limit: float, settings: Settings) -> bool:
     """Return whether ``limit`` bytes are so much that the least budget need not be known. No session is opened."""
     largest = max(
-        (sum(t.nbytes for t in part.parameters(recurse=False)) for part in model.modules()), default=0
+        (sum(t.nbytes for t in part.parameters(recurse=False)) for part in modules_of(model)), default=0
     )
     return settings.granularity in ("auto", "layer") and limit >= PLENTY * largest
 
@@ -54,7 +55,7 @@ def _least_of_module(root: nn.Module, device: torch.device, settings: Settings) 
     opened = take_apart(root)
     try:
         prepare(root)
-        codec = "raw" if dresses(opened) else settings.codec
+        codec = "raw" if dressing(opened) else settings.codec
         # A budget of 1 byte is refused before any weight is moved. (A model without weights fits.)
         stream(root, device=device, vram=1, granularity=settings.granularity, codec=codec).close()
         return 0

@@ -10,19 +10,15 @@ from typing import Any
 from torch import nn
 
 from .plain_ops import shorten
-from .quantized_weights import dresses, patched, put_together, take_apart
+from .quantized_weights import dressing, forget_patches, put_together, take_apart
 from .watched_patches import watch
 
 
 class ModelChanges:
-    """The changes of one model. `undo` takes all of them back, the last one first.
-
-    ``dressed``: whether weights that were taken apart are single tensors with added attributes (GGUF), on which ComfyUI
-    writes patches only while they are whole.
-    """
+    """The changes of one model. `undo` takes all of them back, the last one first."""
 
     def __init__(self) -> None:
-        self.dressed = False
+        self._dressed: list[tuple[nn.Module, str]] = []
         self._undo = contextlib.ExitStack()
         self._lengthen: Callable[[], Any] = _nothing
 
@@ -30,9 +26,19 @@ class ModelChanges:
         """Let weights of tensor subclasses below ``root`` be their inner tensors."""
         opened = take_apart(root)
         self._undo.callback(put_together, opened)
-        self.dressed = self.dressed or dresses(opened)
-        for module in patched(opened):
+        self._dressed = dressing(opened)
+        for module, _ in self._dressed:
             self._undo.callback(watch(module))
+
+    @property
+    def dressed(self) -> bool:
+        """Whether weights that were taken apart are single tensors with added attributes (GGUF)."""
+        return bool(self._dressed)
+
+    def forget_patches(self) -> None:
+        """Remove the patches that weights carry as an attribute, as ComfyUI-GGUF does when it unloads whole weights."""
+        for module, name in self._dressed:
+            forget_patches(module, name)
 
     def enter_by(self, model: nn.Module, root: Any, names: tuple[str, ...]) -> None:
         """Let the methods ``names`` of ``model`` run as the forward of ``root``, which does not keep it alive."""
@@ -60,7 +66,7 @@ class ModelChanges:
         try:
             self._undo.close()
         finally:
-            self.dressed = False
+            self._dressed = []
 
 
 def _nothing() -> None:

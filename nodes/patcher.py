@@ -10,6 +10,7 @@ call the methods of that class.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from .meant_dtypes import settle_dtypes
 from .module_roots import move_rest
 from .node_settings import Settings, gives_whole, most_held, next_budget, parse_limit, rounded
 from .patch_memory import memory_needed
+from .quantized_weights import attributes_only, merges
 from .read_ahead import hurry
 from .streaming import Streaming, streaming_of
 from .watched_patches import watching
@@ -154,13 +156,18 @@ class CaromPatcher:
         carom, model = self._carom, self.model
         if not carom.active and model.current_weight_patches_uuid is not None:
             self._unload()  # ComfyUI had loaded the model itself
+        if carom.changes.dressed and any(merges(owner, leaf) for _, owner, leaf in self._patched_weights()):
+            carom.close()
+        if not getattr(self, "mmap_released", True):
+            # ComfyUI-GGUF would copy each weight to the device and back, so that none is left in the mapped file.
+            self.mmap_released = True
         forget_casts(model)
         carom.active = True
         try:
             if carom.suspended and carom.from_disk:
                 self._take(offered)  # a weight on disk can be read only while its session is not suspended
             # Keyword arguments, as in ComfyUI's own call: overrides of other node packs rely on them (GGUF).
-            with watching(self):
+            with watching(self), attributes_only():
                 super().load(  # type: ignore[misc]
                     device_to,
                     lowvram_model_memory=NOTHING,
@@ -178,16 +185,21 @@ class CaromPatcher:
 
     def _patch_rest(self, device_to: Any) -> None:
         """Merge the patches of weights that ComfyUI cannot cast on the fly, as ComfyUI's full load does."""
-        for key in list(self.patches):
-            if not isinstance(key, str) or key in self.backup:
-                continue
+        for key, owner, leaf in self._patched_weights():
+            if key not in self.backup and not (
+                hasattr(owner, "comfy_cast_weights") and leaf in ("weight", "bias")
+            ):
+                self.patch_weight_to_device(key, device_to=device_to)  # type: ignore[attr-defined]
+
+    def _patched_weights(self) -> Iterator[tuple[str, torch.nn.Module, str]]:
+        """Yield (key, module, name in the module) of each weight that has patches."""
+        for key in [key for key in self.patches if isinstance(key, str)]:
             path, _, leaf = key.rpartition(".")
             try:
                 owner = self.model.get_submodule(path)
             except AttributeError:
                 continue
-            if not (hasattr(owner, "comfy_cast_weights") and leaf in ("weight", "bias")):
-                self.patch_weight_to_device(key, device_to=device_to)  # type: ignore[attr-defined]
+            yield key, owner, leaf
 
     def _take(self, offered: float) -> None:
         carom = self._carom
@@ -302,10 +314,12 @@ class CaromPatcher:
             known = model.current_weight_patches_uuid
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
             ours = carom.session is not None
-            if ours and changed and (self.backup or carom.changes.dressed):
+            if ours and changed and self.backup:
                 carom.close()  # ComfyUI can take patches only out of its own weights
             # Device None removes the patch functions and leaves the weights where the session put them.
             super().unpatch_model(None, unpatch_weights=changed and ours)  # type: ignore[misc]
+            if changed and ours:
+                carom.changes.forget_patches()
             self.patch_model(load_weights=False)  # type: ignore[attr-defined]
             try:
                 if carom.session is None or changed or known is None:
@@ -328,7 +342,7 @@ class CaromPatcher:
         carom.asked_back(int(memory_to_free))
         freed = carom.loaded
         with self.use_ejected():  # type: ignore[attr-defined]
-            if gives_whole(memory_to_free, carom.streamed) and not self.backup and not carom.changes.dressed:
+            if gives_whole(memory_to_free, carom.streamed) and not self.backup:
                 carom.suspend(attached=True)
             else:
                 freed = carom.resize(max(0, int(carom.held - memory_to_free)))
@@ -345,11 +359,12 @@ class CaromPatcher:
         carom = self._carom
         expecting = carom.succeed()
         if unpatch_weights and device_to is not None:
-            if carom.streams and not self.backup and not carom.changes.dressed:
+            if carom.streams and not self.backup:
                 carom.suspend()
             elif not carom.suspended:
                 carom.close()
             carom.active = False
+            carom.changes.forget_patches()
         if carom.suspended and carom.from_disk and device_to is not None:
             result = super().unpatch_model(None, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
             move_rest(self.model, device_to)

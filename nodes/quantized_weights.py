@@ -10,6 +10,9 @@ weight: ComfyUI finds the weights of a LoRA or a merge by these names. The inner
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,7 @@ from .inference_tensors import is_plain, ordinary
 
 _TABLE = "_carom_wrapped"
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}
+_local = threading.local()
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,21 @@ class Wrapping:
             return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)  # type: ignore[attr-defined]
         return self.dress(found[0])
 
+    def shown(self, module: nn.Module) -> torch.Tensor:
+        """Return what the property of the weight's name gives: `together`, or no bytes in `attributes_only`."""
+        if getattr(_local, "attributes_only", False) and self.keeps_patches(module):
+            return self.dress(torch.empty(0, dtype=module._parameters[self.names[0]].dtype))  # type: ignore[union-attr]
+        return self.together(module)
+
+    def keeps_patches(self, module: nn.Module) -> bool:
+        """Return whether the weight's class applies patches that are an attribute of the weight.
+
+        ComfyUI-GGUF merges patches into weights that it does not have to dequantise.
+        """
+        inner = module._parameters[self.names[0]]
+        assert inner is not None
+        return isinstance(self.attributes.get("patches"), list) and not inner.dtype.is_floating_point
+
     def dress(self, tensor: Any) -> torch.Tensor:
         """Return the value of ``tensor`` as a tensor of the weight's class, with the weight's attributes."""
         dressed: Any = _undressed(tensor).as_subclass(self.kind)  # type: ignore[arg-type]
@@ -82,17 +101,36 @@ def take_apart(root: nn.Module) -> list[tuple[nn.Module, str]]:
     return opened
 
 
-def dresses(opened: list[tuple[nn.Module, str]]) -> bool:
-    """Return whether any of the ``opened`` weights dresses one tensor.
+def dressing(opened: list[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
+    """Return those of the ``opened`` weights that dress one tensor."""
+    return [(module, name) for module, name in opened if not module.__dict__[_TABLE][name].parts]
 
-    Attributes that ComfyUI writes to such a weight (patches) have no effect while the weight is open.
+
+@contextlib.contextmanager
+def attributes_only() -> Iterator[None]:
+    """Context in which ComfyUI writes patches to open weights that carry them as an attribute.
+
+    In this thread such a weight is shown without its bytes, which may be on a drive. Setting it sets its attributes.
     """
-    return any(not module.__dict__[_TABLE][name].parts for module, name in opened)
+    before = getattr(_local, "attributes_only", False)
+    _local.attributes_only = True
+    try:
+        yield
+    finally:
+        _local.attributes_only = before
 
 
-def patched(opened: list[tuple[nn.Module, str]]) -> list[nn.Module]:
-    """Return the modules of ``opened`` weights that carry their patches as an attribute."""
-    return [module for module, name in opened if module.__dict__[_TABLE][name].attributes.get("patches")]
+def forget_patches(module: nn.Module, name: str) -> None:
+    """Remove the patches that the open weight ``name`` of ``module`` carries as an attribute."""
+    wrapping = module.__dict__.get(_TABLE, {}).get(name)
+    if wrapping is not None and isinstance(wrapping.attributes.get("patches"), list):
+        wrapping.attributes["patches"] = []
+
+
+def merges(module: nn.Module, name: str) -> bool:
+    """Return whether ComfyUI merges patches into the open weight ``name`` of ``module``, and so has to have it whole."""
+    wrapping = module.__dict__.get(_TABLE, {}).get(name)
+    return wrapping is not None and not wrapping.parts and not wrapping.keeps_patches(module)
 
 
 def put_together(opened: list[tuple[nn.Module, str]]) -> None:
@@ -206,7 +244,7 @@ def _dress(module: nn.Module) -> None:
 
 def _property(name: str) -> property:
     def read(module: nn.Module) -> torch.Tensor:
-        return module.__dict__[_TABLE][name].together(module)
+        return module.__dict__[_TABLE][name].shown(module)
 
     return property(read)
 
@@ -214,9 +252,15 @@ def _property(name: str) -> property:
 def _set(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute. Close an open weight of that name first, so that the new weight replaces the whole weight.
 
-    ComfyUI replaces weights in this way when it merges patches.
+    ComfyUI replaces weights in this way when it merges patches. A weight that was shown by `attributes_only` is not
+    replaced: it takes the attributes of ``value``.
     """
-    if name in module.__dict__.get(_TABLE, {}):
+    wrapping = module.__dict__.get(_TABLE, {}).get(name)
+    if wrapping is not None:
+        if isinstance(value, wrapping.kind) and not value.untyped_storage().nbytes():
+            wrapping.attributes.clear()
+            wrapping.attributes.update(value.__dict__)
+            return
         _close(module, name)
         setattr(module, name, value)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -26,6 +27,11 @@ def expect_successor(model: nn.Module, streaming: Streaming) -> None:
 def succeed(model: nn.Module) -> bool:
     """Undo `expect_successor`, because a patcher of Carom loads the model; return whether it was in effect."""
     return model.__dict__.pop("named_modules", None) is not None
+
+
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of ``model``. Unlike ``model.modules()``, this does not end the session."""
+    return (module for _, module in nn.Module.named_modules(model))
 
 
 def _taken_over(reference: weakref.ref[Streaming], *args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,10 @@ def tensors(*files: dict[str, Adapter]) -> list[torch.Tensor]:
 
 
 class Blocks(torch.Tensor):
-    """A weight that carries its patches, as those of ComfyUI-GGUF."""
+    """A weight that carries its patches, as those of ComfyUI-GGUF. It may be the bytes of its values."""
+
+    def detach(self) -> torch.Tensor:
+        return self
 
 
 class SelfPatched(stand_in.Linear):
@@ -67,7 +70,8 @@ class SelfPatched(stand_in.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        values = weight.as_subclass(torch.Tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            values = weight.as_subclass(torch.Tensor).view(torch.float32)
         for entry in getattr(weight, "patches", []):
             values = patched(entry[0] if isinstance(entry[0], list) else [entry], values)
         return functional.linear(input, values, self.bias)
@@ -186,8 +190,16 @@ def test_a_dropped_model_no_longer_counts_the_pinned_memory_of_its_patches(pins,
     assert pins.TOTAL_PINNED_MEMORY == 0
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["entries", "entries and name"])
-def test_patches_that_a_weights_own_class_applies_are_prepared(nested):
+def blocks(layers: Any, dtype: torch.dtype) -> None:
+    """Let the weights of ``layers`` carry their patches. ``dtype``: uint8 for weights that are bytes of their values."""
+    with torch.inference_mode():
+        for layer in layers:
+            weight = layer.weight.detach().view(dtype).as_subclass(Blocks)
+            weight.patches = []
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def self_patching(nested: bool) -> Any:
     class Patcher(sys.modules["comfy.model_patcher"].ModelPatcher):  # type: ignore[misc]
         """Writes patches to the weights. ComfyUI-GGUF writes them with the weight's name."""
 
@@ -195,10 +207,9 @@ def test_patches_that_a_weights_own_class_applies_are_prepared(nested):
             super().load(*args, **kwargs)
             for key, found in self.patches.items():
                 layer = self.model.get_submodule(key.removesuffix(".weight"))
-                weight = layer.weight.detach().as_subclass(Blocks)
+                weight = layer.weight.to(None)
                 weight.patches = [(found, key)] if nested else found
-                layer.weight = nn.Parameter(weight, requires_grad=False)
-                layer.weight.patches, layer.weight_function = weight.patches, []
+                layer.weight, layer.weight_function = nn.Parameter(weight, requires_grad=False), []
 
         def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:
             for weight in self.model.parameters() if unpatch_weights else ():
@@ -206,11 +217,15 @@ def test_patches_that_a_weights_own_class_applies_are_prepared(nested):
                     weight.patches = []
             return super().unpatch_model(device_to, unpatch_weights)
 
+    return Patcher
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("nested", [False, True], ids=["entries", "entries and name"])
+def test_patches_that_a_weights_own_class_applies_are_prepared(nested, dtype):
     made, first, second = model(SelfPatched), lora(1), lora(2)
-    with torch.inference_mode():
-        for layer in made.diffusion_model:
-            layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Blocks), requires_grad=False)
-    patcher = loaded = make(made, Patcher)
+    blocks(made.diffusion_model, dtype)
+    patcher = loaded = make(made, self_patching(nested))
     for chain in ([(first, 1.0)], [(first, 0.3)], [(first, 0.3), (second, 0.7)], [], [(second, 1.0)]):
         loaded = load(patcher, chain, loaded=loaded)
         carom = streaming_of(made)
@@ -220,9 +235,26 @@ def test_patches_that_a_weights_own_class_applies_are_prepared(nested):
             outputs = [step(loaded) for _ in range(2)]
         assert reads.count == 0 and all(torch.equal(one, stock(chain)) for one in outputs)
     loaded.detach()
-    wanted = loaded.patches[NAMES[0]]
     assert not carom.patches.nbytes
-    assert made.diffusion_model[0].weight.patches in ([], wanted, [(wanted, NAMES[0])])
+    assert made.diffusion_model[0].weight.patches == []
+
+
+def test_other_patches_of_quantised_weights_move_no_weight():
+    """Neither a changed LoRA, nor the switch to another model and back, closes the session of a GGUF model."""
+    made, first, second = model(SelfPatched), lora(1), lora(2)
+    blocks(made.diffusion_model, torch.uint8)
+    patcher = make(made, self_patching(nested=True))
+    loaded = load(patcher, [(first, 1.0)])
+    carom = streaming_of(made)
+    session = carom.session
+    chains: list[list] = [[(first, 0.3)], [(first, 0.3), (second, 0.7)], [], [(second, 1.0)]]
+    for chain in chains:
+        loaded = load(patcher, chain, loaded=loaded)
+        assert carom.session is session and torch.equal(step(loaded), stock(chain))
+    for chain in chains:
+        loaded.detach()  # another model takes the device
+        loaded = load(patcher, chain)
+        assert carom.session is session and torch.equal(step(loaded), stock(chain))
 
 
 def test_the_lora_of_a_merged_model_is_prepared_and_the_models_weights_are_not():

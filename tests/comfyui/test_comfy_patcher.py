@@ -883,15 +883,17 @@ def test_leaving_dynamic_vram_builds_no_second_model(comfy, tmp_path):
 
     dynamic = sys.modules["comfy.sd"].load_diffusion_model("a file")
     assert dynamic.is_dynamic()
-    results = []
+    results, sessions = [], []
     for strength in (0.5, 1.0):
         patched = dynamic.clone()
         patched.add_patches(difference(), strength)
         ours, way = offload(patched, Settings("stream", LIMIT))
         assert way.streams and not ours.is_dynamic() and isinstance(ours, CaromPatcher)
         results.append(run(ours))
+        sessions.append(streaming_of(ours.model).session)
         ours.detach(unpatch_all=False)
     assert len(comfy.state.loads) == 1, "the user's"
+    assert sessions[0] is sessions[1] is not None, "a changed LoRA before the node lays nothing out anew"
     theirs = dict(dynamic.model.named_parameters())
     for name, tensor in streaming_of(ours.model).model.state_dict().items():
         assert tensor.shape == theirs[name].shape
