@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from ..tools import ai_toolkit_folder as folder
+from .host_python import host_python
+from .shell_text import typed
 
-VENVS = ("venv", ".venv", "env")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -31,36 +32,29 @@ def run(args: argparse.Namespace) -> int:
         ])  # fmt: skip
         return 0
     place = folder.install(args.dir)
-    python = _venv_python(args.dir)
+    python = host_python(args.dir.absolute())
     sees = None if python is None else _imports_carom(python)
     lines = [
         f"installed: {place}",
         "now write `offload: bouncing` under `model:` in a job's YAML (docs/ai-toolkit.md)",
     ]
-    if sees is False:
+    if python is not None and sees is False:
         # No package index has Carom, so pip can only install it from a checkout; name this one if the program
         # runs from one.
-        source = f'"{ROOT}"' if (ROOT / "README.md").exists() else "PATH_OF_CAROMS_CHECKOUT"
-        lines.append(f"Carom is not in ai-toolkit's own Python yet: {python} -m pip install {source}")
-    _print(
-        args.json, {"installed": True, "path": str(place), "python": python, "python_has_carom": sees}, lines
-    )
+        source = str(ROOT) if (ROOT / "README.md").exists() else "PATH_OF_CAROMS_CHECKOUT"
+        lines += [
+            "Carom is not in ai-toolkit's own Python yet; run this:",
+            typed([*python, "-m", "pip", "install", source]),
+        ]
+    facts = {"installed": True, "path": str(place), "python": python and python[0], "python_has_carom": sees}
+    _print(args.json, facts, lines)
     return 0
 
 
-def _venv_python(checkout: Path) -> str | None:
-    """Return the Python of the virtual environment in ai-toolkit's folder; None where there is none."""
-    for venv in VENVS:
-        for python in (checkout / venv / "bin" / "python", checkout / venv / "Scripts" / "python.exe"):
-            if python.exists():
-                return str(python)
-    return None
-
-
-def _imports_carom(python: str) -> bool | None:
+def _imports_carom(python: list[str]) -> bool | None:
     """Return whether the interpreter can import Carom; None where it does not run."""
     try:
-        found = subprocess.run([python, "-c", "import carom"], capture_output=True, timeout=60)
+        found = subprocess.run([*python, "-c", "import carom"], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.returncode == 0

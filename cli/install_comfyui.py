@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.common.errors import CaromError
+from .host_python import host_python
+from .installed_folder import copy_folder, delete_leftovers, is_link, is_marked, link_folder, put, take
+from .shell_text import typed
 
 NAME = "carom"
 LEAST = (0, 16)  # the first ComfyUI version with the node interface that Carom uses
-MARK = ".carom-copied"  # name of a file in each folder that this command copied, and may therefore remove
 _LEFT_OUT = shutil.ignore_patterns(
     ".*", "__pycache__", "tests", "benchmarks", "build", "dist", "*.egg-info", "venv*", "carom-demo"
 )
@@ -108,20 +110,18 @@ def install(root: Path, *, copy: bool = False) -> Installation:
             f"ComfyUI {version} is too old for these nodes; update it to {LEAST[0]}.{LEAST[1]} or newer, then run this again"
         )
     target = root / "custom_nodes" / NAME
-    if _is_source(target) and not (copy and target.is_symlink()):
+    if _is_source(target) and not (copy and is_link(target)):
         return Installation("present", str(target), str(root), version, "")
-    ours = _is_ours(target)
-    if (target.exists() or target.is_symlink()) and not ours:
+    if os.path.lexists(target) and not _is_ours(target):
         raise CaromError(
             f"{target} is there already and is not from this command; move it away, then run this again"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    if ours:
-        _remove(target)
-    how = _link_or_copy(target, copy)
+    how = put(target, lambda path: _link_or_copy(path, copy))
+    python = host_python(root) or [r"path\to\python.exe" if sys.platform == "win32" else "python3"]
     step = (
-        "Next, with the Python that runs ComfyUI: "
-        f"{_python_of(root)} -m pip install -r {target / 'requirements.txt'}; then restart ComfyUI."
+        "Next, with the Python that runs ComfyUI, run this, and then restart ComfyUI:\n"
+        f"{typed([*python, '-m', 'pip', 'install', '-r', str(target / 'requirements.txt')])}"
     )
     return Installation(how, str(target), str(root), version, step)
 
@@ -133,12 +133,19 @@ def uninstall(root: Path) -> Installation:
     """
     target = root / "custom_nodes" / NAME
     version = version_of(root)
-    if not target.exists() and not target.is_symlink():
+    if not os.path.lexists(target):
+        delete_leftovers(target)
         return Installation("absent", str(target), str(root), version, "")
+    if not is_link(target) and target.resolve() == source():
+        raise CaromError(
+            f"{target} is this very checkout, not an installed copy; remove it by hand if you are sure"
+        )
     if not _is_ours(target) and not _is_source(target):
         raise CaromError(f"{target} was not made by this command; remove it by hand if you are sure")
-    _remove(target)
-    return Installation("removed", str(target), str(root), version, "Restart ComfyUI.")
+    step = "Restart ComfyUI."
+    if not take(target):
+        step += f" Files of Carom that a program has open are left in {target.parent}; run this again later."
+    return Installation("removed", str(target), str(root), version, step)
 
 
 def _is_source(target: Path) -> bool:
@@ -153,9 +160,9 @@ def _is_ours(target: Path) -> bool:
     """Return whether ``target`` is a link to a Carom checkout (also a broken link), or a folder copied by
     this command.
     """
-    if target.is_symlink():
+    if is_link(target):
         return not target.exists() or _is_carom(target)
-    return (target / MARK).is_file()
+    return is_marked(target)
 
 
 def _is_carom(folder: Path) -> bool:
@@ -163,49 +170,13 @@ def _is_carom(folder: Path) -> bool:
     return (folder / "nodes" / "extension.py").is_file() and (folder / "core").is_dir()
 
 
-def _link_or_copy(target: Path, copy: bool) -> str:
-    """Create ``target`` as a link, or as a copy where ``copy`` or a link fails; return "linked" or "copied"."""
+def _link_or_copy(path: Path, copy: bool) -> str:
+    """Create ``path`` as a link, or as a copy where ``copy`` or a link fails; return "linked" or "copied"."""
     if not copy:
         try:
-            target.symlink_to(source(), target_is_directory=True)
+            link_folder(source(), path)
             return "linked"
-        except (OSError, NotImplementedError):  # Windows without developer mode, file systems without links
+        except (OSError, NotImplementedError):  # a file system without links
             pass
-    temporary = target.with_name(f".{NAME}.{os.getpid()}.tmp")
-    try:
-        shutil.copytree(source(), temporary, ignore=_LEFT_OUT)
-        (temporary / MARK).write_text(
-            "Copied by carom install-comfyui, which may remove this folder.\n", "utf-8"
-        )
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    copy_folder(source(), path, _LEFT_OUT)
     return "copied"
-
-
-def _remove(target: Path) -> None:
-    """Delete the link or folder ``target``. Raises CaromError for this package's own folder."""
-    if target.is_symlink():
-        target.unlink()
-    elif target.resolve() == source():
-        raise CaromError(
-            f"{target} is this very checkout, not an installed copy; remove it by hand if you are sure"
-        )
-    else:
-        shutil.rmtree(target)
-
-
-def _python_of(root: Path) -> str:
-    """Return the interpreter that runs this ComfyUI, as found in its folder, else "python3" ("python" on
-    Windows).
-    """
-    for place in (
-        root.parent / "python_embeded" / "python.exe",
-        root / "venv" / "bin" / "python",
-        root / ".venv" / "bin" / "python",
-        root / "venv" / "Scripts" / "python.exe",
-        root / ".venv" / "Scripts" / "python.exe",
-    ):
-        if place.is_file():
-            return str(place)
-    return "python" if sys.platform == "win32" else "python3"

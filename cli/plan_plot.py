@@ -5,9 +5,9 @@ configuration.
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
+from ..core.common.held_files import write_atomically
 from ..tools.planner import model_plan
 from ..tools.planner.model_plan import ModelPlan
 
@@ -84,10 +84,4 @@ def draw(plan: ModelPlan, path: str) -> None:
     )
     axes.grid(True, alpha=0.3)
     axes.legend(title="lines end where the VRAM does")
-    target = Path(path)
-    part = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    try:
-        figure.savefig(part, dpi=130)
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(Path(path), lambda part: figure.savefig(part, dpi=130))

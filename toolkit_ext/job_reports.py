@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.common.held_files import write_atomically
 from ..core.metrics.report import Report
 from . import log_messages
 from .attachment import Attachment
@@ -100,10 +100,4 @@ def output_name(job: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    write_atomically(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))

@@ -5,12 +5,13 @@ torch.
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 from ..core.common.errors import UnsupportedError
+from ..core.common.held_files import retry_while_in_use, unlink, write_atomically
 
 NAME = "carom_offload"
+_UNFINISHED = ".__init__.*.py"  # a file whose writing was interrupted
 MARK = "# Put here by `carom install-ai-toolkit`; `carom install-ai-toolkit DIR --uninstall` takes it away."
 # The code catches every exception, because a job must run as without Carom whatever error Carom raises.
 TEXT = f"""{MARK}
@@ -44,14 +45,7 @@ def install(folder: Path) -> Path:
     place = check(folder)
     _ours(place)
     place.mkdir(exist_ok=True)
-    file = place / "__init__.py"
-    temporary = place / f"__init__.py.{os.getpid()}.tmp"
-    try:
-        temporary.write_text(TEXT, encoding="utf-8")
-        os.replace(temporary, file)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    write_atomically(place / "__init__.py", lambda temporary: temporary.write_text(TEXT, encoding="utf-8"))
     return place
 
 
@@ -66,12 +60,15 @@ def uninstall(folder: Path) -> bool:
         return False
     _ours(place)
     cache = place / "__pycache__"
-    for file in [*cache.glob("*.pyc"), place / "__init__.py"]:
-        with contextlib.suppress(FileNotFoundError):
-            file.unlink()
-    for empty in (cache, place):
-        with contextlib.suppress(FileNotFoundError):
-            empty.rmdir()
+    # The file with the mark last: what is left while a program has a file open is still known as Carom's.
+    for file in cache.glob("*"):
+        unlink(file)
+    with contextlib.suppress(FileNotFoundError):
+        cache.rmdir()
+    for file in [*place.glob(_UNFINISHED), place / "__init__.py"]:
+        unlink(file)
+    with contextlib.suppress(FileNotFoundError):
+        retry_while_in_use(place.rmdir)
     return True
 
 
@@ -84,8 +81,10 @@ def _ours(place: Path) -> None:
         strange = place
     else:
         for item in place.iterdir():
-            mine = item.name == "__pycache__" or (
-                item.name == "__init__.py" and MARK in item.read_text(encoding="utf-8", errors="replace")
+            mine = (
+                item.name == "__pycache__"
+                or item.match(_UNFINISHED)
+                or (item.name == "__init__.py" and MARK in item.read_text(encoding="utf-8", errors="replace"))
             )
             if not mine:
                 strange = item

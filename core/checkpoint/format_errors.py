@@ -8,6 +8,7 @@ import errno
 import json
 
 from ..common.errors import UnsupportedError, WeightsError
+from ..common.held_files import why_denied
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
@@ -57,7 +58,7 @@ def unreadable_error(path: str, error: Exception) -> WeightsError:
         errno.ENOTDIR: "part of the path is a file, not a folder; check the path",
         errno.EIO: "the drive reports an input/output error; check the drive (dmesg) and copy the file again",
     }.get(number or 0, f"cannot be read: {error}")
-    return WeightsError(f"{path[:300]}: {advice}")
+    return WeightsError(f"{path[:300]}: {why_denied(error) or advice}")
 
 
 def parse_strict_json(text: str, where: str) -> dict:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..common.held_files import write_atomically
 from ..common.sizes import format_size
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     )
     _draw_unit_map(figure.add_axes((left, 0.36 / height, width, 0.26 / height)), report)
     metadata = {"Date": None} if kind == "svg" else {}
+    target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, lambda temporary: figure.savefig(temporary, format=kind, metadata=metadata))
 
 
@@ -81,21 +83,9 @@ def trace(report: Report, path: str | os.PathLike[str]) -> None:
     text = json.dumps(
         {"traceEvents": events, "displayTimeUnit": "ms", "otherData": report.to_dict()}, allow_nan=False
     )
-    write_atomically(Path(path), lambda temporary: temporary.write_text(text, "utf-8"))
-
-
-def write_atomically(target: Path, write: Callable[[Path], Any]) -> None:
-    """Call ``write`` with a temporary path in the folder of ``target``, then rename the file to ``target``.
-
-    Other programs thus never see a partly written file.
-    """
+    target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(target, lambda temporary: temporary.write_text(text, "utf-8"))
 
 
 def _title(report: Report) -> str:

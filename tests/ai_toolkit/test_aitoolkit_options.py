@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import subprocess
 import sys
 
 import carom
 import pytest
+from carom.cli.host_python import host_python
+from carom.core.common import held_files
 from carom.core.common.sizes import GIB
 from carom.core.metrics.report import Report
 from carom.toolkit_ext import log_messages, options
@@ -15,6 +19,7 @@ from carom.toolkit_ext.budget_shares import require
 from carom.tools import ai_toolkit_folder as folder
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_held_open import HeldOpen
 
 
 @pytest.mark.parametrize("value", [None, "off", False])
@@ -233,10 +238,53 @@ def test_the_extension_survives_a_missing_carom(checkout, tmp_path):
 def test_the_environment_of_the_checkout_is_asked_for_carom_and_told_the_command_that_puts_it_there(
     checkout, carom_cli, root
 ):
-    bin = checkout / "venv" / "bin"
+    bin = checkout / "env of its own" / "venv" / "bin"
+    for name in ("toolkit", "extensions"):
+        (checkout / "env of its own" / name).mkdir(parents=True)
+    (checkout / "env of its own" / "run.py").touch()
     bin.mkdir(parents=True)
     (bin / "python").write_text("#!/bin/sh\nexit 1\n")
     (bin / "python").chmod(0o755)
-    done = carom_cli("install-ai-toolkit", str(checkout))
-    assert f'{bin / "python"} -m pip install "{root}"' in done.stdout
+    done = carom_cli("install-ai-toolkit", str(checkout / "env of its own"))
+    assert shlex.split(done.stdout.splitlines()[-1]) == [
+        str(bin / "python"), "-m", "pip", "install", str(root),
+    ]  # fmt: skip
     assert (root / "pyproject.toml").exists()
+
+
+@pytest.mark.parametrize("name", ["venv", ".venv", "env"])
+def test_the_python_of_every_usual_environment_is_found_also_that_of_windows(tmp_path, name):
+    host = tmp_path / "ai-toolkit"
+    assert host_python(host) is None
+    python = host / name / "Scripts" / "python.exe"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert host_python(host) == [str(python)]
+    embedded = tmp_path / "python_embeded" / "python.exe"
+    embedded.parent.mkdir()
+    embedded.touch()
+    assert host_python(host) == [str(embedded), "-s"]
+
+
+def test_a_program_that_holds_the_extension_loses_nothing_and_the_next_run_does_the_work(
+    checkout, monkeypatch
+):
+    monkeypatch.setattr(held_files, "WAIT_SECONDS", 0.05)
+    place = folder.install(checkout)
+    compiled = place / "__pycache__" / "__init__.cpython-313.pyc"
+    compiled.parent.mkdir()
+    held = HeldOpen(monkeypatch)
+    for file in (place / "__init__.py", compiled):
+        compiled.parent.mkdir(exist_ok=True)
+        compiled.touch()
+        held.hold(file)
+        for act in (folder.install, folder.uninstall):
+            with contextlib.suppress(PermissionError):
+                act(checkout)
+            assert (place / "__init__.py").read_text("utf-8") == folder.TEXT
+        held.release()
+    held.hold(place / "__init__.py", times=2)  # as a virus scanner does
+    assert folder.install(checkout) == place
+    (place / ".__init__.123.py").touch()  # left by a run that was killed
+    folder.install(checkout)
+    assert folder.uninstall(checkout) and not place.exists()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
+import sys
+import types
 from pathlib import Path
 
 import pytest
 from carom.cli import install_comfyui as command
+from carom.cli import installed_folder
 from carom.cli import main as cli
+from carom.core.common import held_files
 from carom.core.common.errors import CaromError
+from tests_held_open import HeldOpen
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def test_a_portable_folder_and_a_data_folder_are_found(comfyui, tmp_path):
     python = tmp_path / "python_embeded" / "python.exe"
     python.parent.mkdir()
     python.write_text("")
-    assert str(python) in command.install(comfyui).next_step
+    assert f"{python} -s -m pip install -r " in command.install(comfyui).next_step
     data = tmp_path / "data"
     (data / "custom_nodes").mkdir(parents=True)
     assert command.find_comfyui(data) == data and command.version_of(data) == ""
@@ -112,3 +119,113 @@ def test_what_is_no_comfyui_or_too_old_is_refused_with_the_remedy(comfyui, tmp_p
     with pytest.raises(CaromError, match="0.9.2 is too old"):
         command.install(comfyui)
     assert not target(comfyui).exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["venv/Scripts/python.exe", ".venv/Scripts/python.exe", "env/Scripts/python.exe", "env/bin/python"],
+)
+def test_the_python_of_every_usual_environment_is_named(comfyui, name):
+    (comfyui / name).parent.mkdir(parents=True)
+    (comfyui / name).touch()
+    assert f"{comfyui / name} -m pip install" in command.install(comfyui).next_step
+
+
+# -- a program that holds a file of the installed copy, as Windows has it
+
+
+@pytest.fixture
+def held(comfyui, monkeypatch) -> HeldOpen:
+    """A copy is installed; a file of it can be held open."""
+    monkeypatch.setattr(held_files, "WAIT_SECONDS", 0.05)
+    command.install(comfyui, copy=True)
+    return HeldOpen(monkeypatch)
+
+
+def names(comfyui: Path) -> list[str]:
+    return sorted(path.name for path in (comfyui / "custom_nodes").iterdir())
+
+
+@pytest.mark.parametrize("uninstall", [False, True])
+def test_with_a_file_open_nothing_is_lost_and_the_next_run_does_the_work(comfyui, held, capsys, uninstall):
+    before = {path.relative_to(target(comfyui)) for path in target(comfyui).rglob("*")}
+    held.hold(target(comfyui) / "core" / "common" / "sizes.py")
+    what = ["install-comfyui", str(comfyui), "--uninstall" if uninstall else "--copy"]
+    assert cli.main(what) == 1
+    assert "may have a file of it open" in capsys.readouterr().err
+    assert {path.relative_to(target(comfyui)) for path in target(comfyui).rglob("*")} == before
+    assert names(comfyui) == ["carom", "other"]
+    held.release()
+    assert cli.main(what) == 0
+    assert names(comfyui) == (["other"] if uninstall else ["carom", "other"])
+
+
+def test_a_virus_scanner_that_holds_new_files_for_a_moment_loses_nothing(comfyui, held):
+    scanned = comfyui / "custom_nodes" / "carom-new.disabled" / "nodes" / "extension.py"
+    held.hold(scanned, times=1)
+    held.hold(target(comfyui) / "nodes" / "extension.py", times=1)
+    assert command.install(comfyui, copy=True).how == "copied" and held.refused == 2
+    assert names(comfyui) == ["carom", "other"]
+
+
+def test_a_new_copy_that_cannot_take_its_place_leaves_the_earlier_one(comfyui, held):
+    held.hold(comfyui / "custom_nodes" / "carom-new.disabled" / "__init__.py")
+    with pytest.raises(PermissionError):
+        command.install(comfyui, copy=True)
+    assert (target(comfyui) / "__init__.py").is_file() and (target(comfyui) / installed_folder.MARK).is_file()
+    held.release()
+    assert command.install(comfyui, copy=True).how == "copied" and names(comfyui) == ["carom", "other"]
+
+
+def test_what_could_not_be_deleted_is_not_loaded_and_the_next_run_deletes_it(comfyui, held, capsys):
+    old = comfyui / "custom_nodes" / "carom-old-0.disabled"  # ComfyUI loads no name that ends so
+    held.hold(old / "core" / "common" / "sizes.py")
+    assert cli.main(["install-comfyui", str(comfyui), "--uninstall"]) == 0
+    assert "run this again later" in capsys.readouterr().out
+    assert not target(comfyui).exists() and (old / installed_folder.MARK).is_file()
+    assert command.install(comfyui, copy=True).how == "copied"
+    held.release()
+    assert cli.main(["install-comfyui", str(comfyui), "--uninstall"]) == 0
+    assert names(comfyui) == ["other"]
+
+
+# -- junctions
+
+
+@pytest.fixture
+def junctions(monkeypatch) -> list[str]:
+    """Windows' junctions, of which symbolic links take the part; returns those that were made."""
+    made: list[str] = []
+
+    def create(source: str, path: str) -> None:
+        made.append(path)
+        os.symlink(source, path)
+
+    monkeypatch.setitem(sys.modules, "_winapi", types.SimpleNamespace(CreateJunction=create))
+    monkeypatch.setattr(installed_folder.sys, "platform", "win32")
+    return made
+
+
+def test_on_windows_a_junction_is_made_which_needs_no_privilege(comfyui, junctions, monkeypatch):
+    monkeypatch.setattr(Path, "symlink_to", lambda *_args, **_options: pytest.fail("needs a privilege"))
+    assert command.install(comfyui).how == "linked" and len(junctions) == 1
+    assert target(comfyui).resolve() == command.source()
+    assert command.install(comfyui).how == "present"
+    command.uninstall(comfyui)
+    assert names(comfyui) == ["other"] and (command.source() / "core").is_dir()
+
+
+def test_where_no_junction_can_be_made_it_copies(comfyui, junctions, monkeypatch):
+    def refuse(source: str, path: str) -> None:
+        os.mkdir(path)  # Windows makes the folder first
+        raise OSError("the target is on a network drive")
+
+    monkeypatch.setattr(sys.modules["_winapi"], "CreateJunction", refuse)
+    monkeypatch.setattr(Path, "symlink_to", lambda *_args, **_options: refuse("", str(comfyui / "none")))
+    assert command.install(comfyui).how == "copied"
+
+
+def test_a_junction_is_a_link_although_it_is_no_symbolic_link(tmp_path, monkeypatch):
+    found = types.SimpleNamespace(st_mode=stat.S_IFDIR | 0o777, st_reparse_tag=0xA0000003)
+    monkeypatch.setattr(os, "lstat", lambda path: found)
+    assert installed_folder.is_link(tmp_path) and not installed_folder.is_marked(tmp_path)

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file
+from tests_held_open import windows_error
 
 
 def llama(layers: int = 3, hidden: int = 48) -> dict[str, torch.Tensor]:
@@ -269,6 +270,46 @@ def test_read_only_folder_is_an_error_in_words(
     with pytest.raises(PackError, match=words):
         pack(source, tmp_path / "packed.safetensors")
     assert os.listdir(tmp_path) == ["source.safetensors"]
+
+
+def hold_results(monkeypatch, times: int | None) -> None:
+    """Let another program hold the finished files, as a virus scanner does on Windows, for ``times`` renames or links."""
+    left = [times]
+
+    def refusing(call):
+        def checked(path, target):
+            if left[0] != 0:
+                left[0] = None if left[0] is None else left[0] - 1
+                raise windows_error(32, path)
+            return call(path, target)
+
+        return checked
+
+    for name in ("link", "rename"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+
+
+@pytest.mark.parametrize("name", ["packed.safetensors", "packed"])
+def test_a_program_that_holds_the_finished_file_for_a_moment_does_no_harm(
+    name: str, source: Path, tmp_path: Path, monkeypatch
+):
+    hold_results(monkeypatch, times=2)
+    pack(source, tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == [name, "source.safetensors"]
+
+
+def test_a_program_that_keeps_the_finished_file_is_named_and_the_next_run_goes_on(
+    source: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr("carom.core.common.held_files.WAIT_SECONDS", 0.05)
+    with monkeypatch.context() as patches:
+        hold_results(patches, times=None)
+        with pytest.raises(PackError, match="in use by another program.*goes on where it stopped"):
+            pack(source, tmp_path / "packed.safetensors")
+    report = pack(source, tmp_path / "packed.safetensors")
+    assert report.resumed_tensors == report.tensors and same(
+        load_file(tmp_path / "packed.safetensors"), llama()
+    )
 
 
 def test_codecs_of_later_versions_are_refused_plainly(source: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ import shutil
 import stat
 
 from ...core.checkpoint.index import Index
+from ...core.common.held_files import why_denied
 from ...core.common.sizes import format_size
 from .journal import PackError
 
@@ -85,6 +86,9 @@ def explain_os_error(error: OSError | ValueError, target: str, needed: int) -> P
         errno.EPERM: "no permission to write there; change the folder's permissions or choose another destination",
         errno.ENAMETOOLONG: "the name or path is too long for this file system; choose a shorter one",
     }
+    if (denied := why_denied(error)) is not None:
+        again = "then run the same command again: it goes on where it stopped"
+        return PackError(f"{target[:300]}: {denied}, or choose another destination, {again}")
     if hasattr(errno, "EDQUOT"):
         advice[errno.EDQUOT] = advice[errno.ENOSPC].replace("drive became full", "quota is used up")
     return PackError(f"{target[:300]}: {advice.get(number or 0, f'cannot be written: {error}')}")

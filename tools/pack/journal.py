@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.common.errors import CaromError
+from ...core.common.held_files import unlink
 from .file_layout import WrittenTensor
 
 
@@ -109,7 +110,7 @@ class WorkFolder:
         """Delete the files of the earlier run and begin an empty journal."""
         self.records = []
         for name in os.listdir(self.output):
-            os.unlink(os.path.join(self.output, name))
+            unlink(os.path.join(self.output, name))
         self._file.truncate(0)
         self._append({"carom-pack": fingerprint})
 

@@ -23,6 +23,7 @@ from ...core.checkpoint.header import MAX_HEADER_BYTES, show
 from ...core.checkpoint.index import PAD_PREFIX, Index, TensorEntry, open_index, read_header
 from ...core.checkpoint.packed_source import require_readable
 from ...core.common.errors import CaromError, UnsupportedError, WeightsError
+from ...core.common.held_files import rename, retry_while_in_use
 from ...core.common.sizes import format_size
 from . import output_file, report
 from .destination import check_destination, copy_side_files, exists_error, explain_os_error, file_stem
@@ -335,18 +336,19 @@ class _PackRun:
         if self.single:
             made = os.path.join(place.output, files[0])
             try:
-                os.link(made, self.target)  # unlike a rename, a hard link fails where the target exists
+                # Unlike a rename, a hard link fails where the target exists.
+                retry_while_in_use(lambda: os.link(made, self.target))
             except FileExistsError:
                 raise exists_error(self.target) from None
             except OSError:  # the file system has no hard links
                 check_destination(self.target)
-                os.rename(made, self.target)
+                rename(made, self.target)
         else:
             if len(files) > 1:
                 self._write_shard_index(place, files)
             copy_side_files(self.index.path, place.output)
             check_destination(self.target)
-            os.rename(place.output, self.target)
+            rename(place.output, self.target)
         sync_folder(os.path.dirname(self.target))
 
     def _write_shard_index(self, place: WorkFolder, files: list[str]) -> None:
