@@ -43,6 +43,8 @@ for helper in (
 ):  # fmt: skip
     path = ROOT / "tests" / "support" / f"{helper}.py"
     _load(f"tests_{path.stem}", path)
+_load("tests_windows_shape", ROOT / "tests" / "support" / "windows_shape" / "run.py")
+_load("tests_lacking", ROOT / "tests" / "support" / "windows_shape" / "lacking.py")
 
 
 def pytest_collection_finish():
@@ -81,6 +83,31 @@ def carom_cli(package):
         return subprocess.run(
             [sys.executable, "-m", "carom", *args],
             capture_output=True, text=True, timeout=timeout, env=full, cwd=package,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def windows_python(package):
+    """Runs Python with these arguments in the Windows shape (tests/support/windows_shape); returns CompletedProcess.
+
+    ``options``: those of `tests_windows_shape.environment`. Output is what the program wrote, read in its encoding.
+    """
+
+    def run(
+        *args: str,
+        cwd: Path | None = None,
+        timeout: float = 300,
+        env: dict[str, str] | None = None,
+        **options,
+    ):
+        base = {**os.environ, "PYTHONPATH": str(package), **(env or {})}
+        surroundings = sys.modules["tests_windows_shape"].environment(base=base, **options)
+        encoding = "utf-8" if base.get("PYTHONUTF8") == "1" else "cp1252"
+        return subprocess.run(
+            [sys.executable, *args], capture_output=True, encoding=encoding, timeout=timeout, env=surroundings,
+            cwd=cwd or package,
         )  # fmt: skip
 
     return run

@@ -9,46 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests_lacking import POSIX_MODULES, POSIX_ONLY, WINDOWS_MODULES, WINDOWS_ONLY
 
-POSIX_MODULES = {
-    "fcntl",
-    "resource",
-    "pwd",
-    "grp",
-    "termios",
-    "tty",
-    "pty",
-    "posix",
-    "syslog",
-    "crypt",
-    "spwd",
-    "curses",
-    "readline",
-}
-WINDOWS_MODULES = {"msvcrt", "winreg", "_winapi", "winsound", "nt"}
+# Names by module that only some systems have.
 ONLY_SOMEWHERE = {
-    "os": {
-        "preadv", "pwritev", "pread", "pwrite", "readv", "writev", "fork", "forkpty", "getuid", "geteuid", "getgid", "getegid",
-        "getpgid", "setpgid", "setsid", "killpg", "mkfifo", "mknod", "posix_fadvise", "posix_fallocate", "posix_spawn", "sysconf",
-        "statvfs", "fstatvfs", "uname", "getloadavg", "memfd_create", "sendfile", "copy_file_range", "splice", "chown", "fchown",
-        "lchown", "chroot", "nice", "wait", "wait3", "wait4", "waitid", "sync", "fdatasync", "eventfd", "sched_getaffinity",
-        "sched_setaffinity", "sched_yield", "O_DIRECT", "O_CLOEXEC", "O_NOATIME", "O_NONBLOCK", "O_SYNC", "O_DSYNC", "O_TMPFILE",
-        "O_PATH", "RWF_NOWAIT", "RWF_HIPRI", "POSIX_FADV_DONTNEED", "POSIX_FADV_WILLNEED", "POSIX_FADV_SEQUENTIAL",
-        "POSIX_FADV_RANDOM", "startfile", "add_dll_directory",
-    },
-    "signal": {
-        "SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "SIGPIPE", "SIGSTOP", "SIGCONT", "SIGQUIT", "SIGTSTP",
-        "alarm", "setitimer", "pthread_kill", "pthread_sigmask", "sigwait", "siginterrupt", "pause", "CTRL_C_EVENT",
-    },
-    "mmap": {
-        "MAP_PRIVATE", "MAP_SHARED", "MAP_POPULATE", "MAP_ANONYMOUS", "MAP_ANON", "PROT_READ", "PROT_WRITE", "PROT_EXEC",
-        "MADV_WILLNEED", "MADV_SEQUENTIAL", "MADV_RANDOM", "MADV_DONTNEED", "MADV_HUGEPAGE",
-    },
-    "time": {"clock_gettime", "CLOCK_MONOTONIC", "CLOCK_MONOTONIC_RAW", "CLOCK_REALTIME", "pthread_getcpuclockid", "tzset"},
-    "socket": {"AF_UNIX", "socketpair", "SO_REUSEPORT"},
-    "ctypes": {"windll", "WinDLL", "oledll", "WinError", "WINFUNCTYPE", "GetLastError", "FormatError"},
-    "sys": {"getwindowsversion", "winver"},
-}  # fmt: skip
+    module: POSIX_ONLY.get(module, frozenset()) | WINDOWS_ONLY.get(module, frozenset())
+    for module in {*POSIX_ONLY, *WINDOWS_ONLY}
+}
 POSIX_FOLDERS = ("/proc/", "/sys/", "/dev/", "/etc/", "/tmp/")
 ASKS = {"hasattr", "getattr"}
 ASKED = {"sys.platform", "os.name", "platform.system"}

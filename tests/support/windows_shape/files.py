@@ -1,0 +1,366 @@
+"""Windows' rules of files: what is open or mapped stays, text is code page 1252, POSIX's folders are not there.
+
+- CreateFile: Python opens files without FILE_SHARE_DELETE, so DeleteFile and MoveFileEx fail with
+  ERROR_SHARING_VIOLATION (32). A file that is mapped and no longer open: ERROR_ACCESS_DENIED (5). MoveFileEx with
+  MOVEFILE_REPLACE_EXISTING onto an open file: ERROR_ACCESS_DENIED. Truncating a mapped file: ERROR_USER_MAPPED_FILE
+  (1224), which the C runtime gives as EINVAL.
+- FILE_FLAG_DELETE_ON_CLOSE (os.O_TEMPORARY): "The file is to be deleted immediately after all of its handles are
+  closed". A mapping of Python's `mmap` holds a handle.
+- os.rename does not replace; os.ftruncate writes zeros (the C runtime's _chsize_s); os.symlink needs a privilege.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import errno
+import functools
+import io
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .errors import windows_error
+
+ERROR_SHARING_VIOLATION, ERROR_ACCESS_DENIED = 32, 5
+ERROR_ALREADY_EXISTS, ERROR_PRIVILEGE_NOT_HELD = 183, 1314
+CODE_PAGE = "cp1252"
+# Descriptors from here on were opened with FILE_SHARE_DELETE: other processes see it by the number.
+SHARED = 512
+_HIDDEN = ("/proc", "/sys", "/dev/shm", "/etc")
+_STEP = 4096  # bytes that _chsize_s writes at a time
+
+# Flags of os.open that exist on Windows only. Linux uses the numbers of Windows for other flags.
+O_FLAGS = {"O_BINARY": 0, "O_TEXT": 0, "O_NOINHERIT": 0, "O_SEQUENTIAL": 0, "O_RANDOM": 0, "O_SHORT_LIVED": 1 << 41, "O_TEMPORARY": 1 << 40}  # fmt: skip
+_OURS = (1 << 40) | (1 << 41)
+
+ROOTS: list[str] = []
+# Between code in the shape and the functions of `os`.
+_BETWEEN = {"pathlib", "shutil", "contextlib", "tempfile", "os", "codecs", "genericpath", "posixpath", "fileinput"}  # fmt: skip
+_open_real, _close_real = os.open, os.close
+_unlink, _rename, _replace, _symlink = os.unlink, os.rename, os.replace, os.symlink
+_delete_on_close: dict[int, tuple[str, int, int]] = {}  # descriptor: path, device, inode
+_closed: list[tuple[str, int, int]] = []
+
+
+@functools.cache
+def in_shape(filename: str, main: bool) -> bool:
+    """Return whether the code of this file sees Windows. ``main``: it is the program that was started."""
+    if not filename or filename.startswith("<"):
+        return main
+    real = os.path.realpath(filename)
+    library = f"{os.sep}site-packages{os.sep}" in real or real.startswith((sys.prefix + os.sep, sys.base_prefix + os.sep + "lib"))  # fmt: skip
+    if "windows_shape" + os.sep in real:
+        return False
+    return not library and (main or any(real.startswith(root) for root in ROOTS))
+
+
+def sees_windows(names: dict[str, Any] | None) -> bool:
+    """Return whether the module with these globals sees Windows."""
+    return names is not None and in_shape(
+        str(names.get("__file__") or ""), names.get("__name__") == "__main__"
+    )
+
+
+def _called_from_shape() -> bool:
+    """Return whether code that sees Windows called the function of `os` or `open` that runs now."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    return frame is not None and sees_windows(frame.f_globals)
+
+
+# -- who has a file open
+
+
+def _others() -> Iterator[str]:
+    """Yield the /proc folders of this process and of the other ones in the shape."""
+    yield "/proc/self"
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid() and _is_shaped(int(name), _started(name)):
+            yield f"/proc/{name}"
+
+
+def _started(number: str) -> float:
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{number}").st_ctime
+    return 0.0
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_shaped(number: int, started: float) -> bool:
+    with contextlib.suppress(OSError), _io_open(f"/proc/{number}/environ", "rb") as file:
+        return b"CAROM_WINDOWS_SHAPE=1" in file.read()
+    return False
+
+
+def _is_open(status: os.stat_result, shared: bool = False) -> bool:
+    """Return whether a process has the file open without FILE_SHARE_DELETE (or, with ``shared``, at all)."""
+    for folder in _others():
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"{folder}/fd"):
+                if not shared and int(number) >= SHARED:
+                    continue
+                with contextlib.suppress(OSError):
+                    if os.path.samestat(os.stat(f"{folder}/fd/{number}"), status):
+                        return True
+    return False
+
+
+def _is_mapped(status: os.stat_result) -> bool:
+    for folder in _others():
+        with contextlib.suppress(OSError), _io_open(f"{folder}/maps", "rb") as maps:
+            for line in maps:
+                fields = line.split(None, 5)
+                if len(fields) == 6 and int(fields[4]) == status.st_ino:
+                    with contextlib.suppress(OSError):
+                        path = os.fsdecode(fields[5].rstrip(b"\n"))
+                        if os.path.samestat(os.stat(path), status):
+                            return True
+    return False
+
+
+def _check(path: Any, dir_fd: int | None, seen: Any, replaced: bool = False) -> None:
+    """Raise the error of deleting or renaming ``path``, if it is open or mapped. ``seen``: the name for the message."""
+    where = path if dir_fd is None else f"/proc/self/fd/{dir_fd}/{os.fsdecode(path)}"
+    try:
+        status = os.lstat(where)
+    except OSError:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        return
+    if _is_open(status):
+        raise windows_error(ERROR_ACCESS_DENIED if replaced else ERROR_SHARING_VIOLATION, seen)
+    if _is_mapped(status):
+        raise windows_error(ERROR_ACCESS_DENIED, seen)
+
+
+def _by_tempfile() -> bool:
+    # `tempfile.TemporaryFile` deletes the file while it is open; on Windows it is another function.
+    code = sys._getframe(2).f_code
+    return code.co_name == "TemporaryFile" and code.co_filename.endswith("tempfile.py")
+
+
+def unlink(path: Any, *, dir_fd: int | None = None) -> None:
+    if not _by_tempfile():
+        _check(path, dir_fd, path)
+    _unlink(path, dir_fd=dir_fd)
+
+
+def rename(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    if _called_from_shape() and os.path.lexists(dst):
+        raise windows_error(ERROR_ALREADY_EXISTS, src, dst)
+    replace(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+
+def replace(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    _check_tree(src)
+    _check(dst, dst_dir_fd, dst, replaced=True)
+    if _called_from_shape() and os.path.isdir(dst):
+        raise windows_error(ERROR_ACCESS_DENIED, src, dst)
+    _replace(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+
+def _check_tree(src: Any) -> None:
+    """A folder in which a file is open cannot be renamed (ERROR_ACCESS_DENIED)."""
+    if os.path.isdir(src) and not os.path.islink(src):
+        for folder, _, names in os.walk(src):
+            for name in names:
+                try:
+                    _check(os.path.join(folder, name), None, src)
+                except PermissionError as error:
+                    raise windows_error(ERROR_ACCESS_DENIED, src) from error
+    else:
+        _check(src, None, src)
+
+
+def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+    if os.environ.get("CAROM_WINDOWS_SHAPE_SYMLINKS") == "0" and _called_from_shape():
+        raise windows_error(ERROR_PRIVILEGE_NOT_HELD, src, dst)
+    _symlink(src, dst, target_is_directory, dir_fd=dir_fd)
+
+
+# -- open files
+
+
+def open_file(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    temporary, kept = bool(flags & O_FLAGS["O_TEMPORARY"]), flags & ~_OURS
+    if kept & os.O_TRUNC:
+        _check_truncate(path)
+    handle = _open_real(path, kept, mode, dir_fd=dir_fd)
+    return share(handle, path if temporary else None) if temporary else handle
+
+
+def share(handle: int, delete: Any = None) -> int:
+    """Return the descriptor as one that was opened with FILE_SHARE_DELETE. ``delete``: the path to delete when it closes."""
+    import fcntl
+
+    moved = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, SHARED)
+    _close_real(handle)
+    if delete is not None:
+        status = os.fstat(moved)
+        _delete_on_close[moved] = os.path.abspath(os.fspath(delete)), status.st_dev, status.st_ino
+    return moved
+
+
+def close(handle: int) -> None:
+    pending = _delete_on_close.pop(handle, None)
+    _close_real(handle)
+    if pending:
+        _closed.append(pending)
+        delete_closed()
+
+
+def delete_closed(at_exit: bool = False) -> None:
+    """Delete the files that were to be deleted when closed and of which no handle is left."""
+    if at_exit:
+        _closed.extend(_delete_on_close.values())
+        _delete_on_close.clear()
+    for pending in list(_closed):
+        path, device, inode = pending
+        try:
+            status = os.stat(path)
+        except OSError:
+            status = None
+        if status is None or (status.st_dev, status.st_ino) != (device, inode):
+            _closed.remove(pending)
+        elif at_exit or not _is_open(status, shared=True):
+            _closed.remove(pending)
+            _unlink(path)
+
+
+def ftruncate(handle: int, length: int) -> None:
+    size = os.fstat(handle).st_size
+    if length <= size or not _called_from_shape():
+        return _ftruncate(handle, length)
+    at = os.lseek(handle, 0, os.SEEK_CUR)
+    os.lseek(handle, size, os.SEEK_SET)
+    while size < length:
+        size += os.write(handle, bytes(min(_STEP, length - size)))
+    os.lseek(handle, at, os.SEEK_SET)
+    return None
+
+
+def _check_truncate(path: Any) -> None:
+    with contextlib.suppress(TypeError):
+        try:
+            status = os.stat(path)
+        except OSError:
+            return
+        if stat.S_ISREG(status.st_mode) and _is_mapped(status):
+            raise OSError(errno.EINVAL, "Invalid argument", path)
+
+
+# -- text
+
+
+def _encoding(mode: str, encoding: str | None) -> str | None:
+    return CODE_PAGE if "b" not in mode and encoding in (None, "locale") else encoding
+
+
+def open_stream(
+    file: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
+    newline: str | None = None, closefd: bool = True, opener: Any = None,
+) -> Any:  # fmt: skip
+    if not isinstance(file, int):
+        if isinstance(mode, str) and "w" in mode:
+            _check_truncate(file)
+        if _is_hidden(file) and _called_from_shape():
+            raise windows_error(3, file)
+    if not _utf8() and isinstance(mode, str) and _called_from_shape():
+        encoding = _encoding(mode, encoding)
+    return _io_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+
+
+def _utf8() -> bool:
+    """Return whether PYTHONUTF8 or -X utf8 asks for UTF-8. Linux's own choice of it, by the locale, does not count."""
+    return os.environ.get("PYTHONUTF8") == "1" or sys._xoptions.get("utf8") in (True, "1")
+
+
+_Popen = subprocess.Popen.__init__
+
+
+def popen(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+    """`subprocess.Popen` as on Windows for code in the shape. The child is in the shape, whatever its environment is."""
+    if _called_from_shape():
+        if options.get("preexec_fn") is not None:
+            raise ValueError("preexec_fn is not supported on Windows platforms")
+        options.pop("creationflags", None)
+        options.pop("startupinfo", None)
+        text = options.get("text") or options.get("universal_newlines") or options.get("errors")
+        if text and options.get("encoding") is None and not _utf8():
+            options["encoding"] = CODE_PAGE
+    if options.get("env") is not None:
+        options["env"] = surroundings(options["env"])
+    _Popen(self, args, *rest, **options)
+
+
+def surroundings(env: Any) -> dict[str, str]:
+    """Return a child's environment with the shape's variables."""
+    found = dict(env)
+    for name, value in os.environ.items():
+        if name.startswith("CAROM_WINDOWS_SHAPE"):
+            found.setdefault(name, value)
+    start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "start")
+    path = [start, *str(found.get("PYTHONPATH", "")).split(os.pathsep)]
+    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(part for part in path if part))
+    return found
+
+
+# -- folders of POSIX
+
+
+def _is_hidden(path: Any) -> bool:
+    """Return whether the path is in a folder that Windows does not have."""
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    name = os.fspath(path)
+    return isinstance(name, str) and name.startswith(_HIDDEN) and f"{name}/".startswith(tuple(f"{folder}/" for folder in _HIDDEN))  # fmt: skip
+
+
+def _hiding(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(path: Any = ".", *args: Any, **options: Any) -> Any:
+        if _is_hidden(path) and _called_from_shape():
+            raise windows_error(3, path)
+        return function(path, *args, **options)
+
+    return call
+
+
+_io_open = io.open
+_ftruncate = os.ftruncate
+
+
+def install() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    checkout = os.path.realpath(os.path.join(here, "..", "..", ".."))
+    more = os.environ.get("CAROM_WINDOWS_SHAPE_ROOTS", "").split(os.pathsep)
+    ROOTS.extend(os.path.realpath(root) + os.sep for root in [checkout, *more] if root)
+    # `os.supports_dir_fd` decides whether shutil.rmtree uses the functions that were there before.
+    for new, old in ((unlink, os.unlink), (unlink, os.remove)):
+        if old in os.supports_dir_fd:
+            os.supports_dir_fd.add(new)
+    os.unlink = os.remove = unlink  # type: ignore[assignment]
+    os.rename, os.replace, os.symlink = rename, replace, symlink  # type: ignore[assignment]
+    os.open, os.close, os.ftruncate = open_file, close, ftruncate  # type: ignore[assignment]
+    os.supports_dir_fd.add(open_file)
+    for name in ("stat", "lstat", "listdir", "scandir", "access"):
+        old = getattr(os, name)
+        new = _hiding(old)
+        for supported in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if old in supported:
+                supported.add(new)
+        setattr(os, name, new)
+    builtins.open = io.open = open_stream  # type: ignore[assignment]
+    subprocess.Popen.__init__ = popen  # type: ignore[method-assign]
+    if not _utf8():
+        for stream, how in ((sys.stdout, "strict"), (sys.stderr, "backslashreplace"), (sys.stdin, "strict")):
+            if stream is not None and not stream.isatty():
+                stream.reconfigure(encoding=CODE_PAGE, errors=how)  # type: ignore[union-attr]
+    # The first function that is registered runs last.
+    atexit.register(delete_closed, at_exit=True)
