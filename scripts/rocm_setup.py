@@ -47,13 +47,6 @@ PIP_FAILURES = {
     r"Permission denied|externally-managed": ("this Python may not be changed", "make a venv, or set CAROM_PYTHON"),
     r"No space left": ("the disk is full", "make room on it"),
 }  # fmt: skip
-# Runs the checkout ROOT, whatever its folder is called, as the package carom.
-LOADER = """import importlib, importlib.util as u, sys
-root = sys.argv.pop(1)
-spec = u.spec_from_file_location("carom", root + "/__init__.py", submodule_search_locations=[root])
-package = sys.modules["carom"] = u.module_from_spec(spec)
-spec.loader.exec_module(package)
-sys.exit(importlib.import_module("carom.cli.main").main())"""
 
 
 class Stop(Exception):
@@ -156,12 +149,38 @@ def check_torch(version_file: Path | None) -> str:
         return f"torch {version}"
     what, lines = "torch is not installed in this Python", []
     if version:
+        card = nvidia_card() if values.get("cuda") else ""
+        if card:
+            remedy = (
+                "nothing is to be done for that card: docs/windows.md and docs/comfyui.md say how to use Carom with it. "
+                "For an AMD card in the same machine, make a venv of its own and name its Python in CAROM_PYTHON"
+            )
+            raise Stop(12, f"torch {version} runs on {card} here, and this script is for AMD cards", remedy)
         build = "CUDA" if values.get("cuda") else "XPU" if values.get("xpu") else "CPU"
         what = f"torch {version} is a {build} build, which uses no AMD GPU"
         lines = ["  first:", "    " + typed(pip("uninstall", "-y", "torch", "torchvision", "torchaudio"))]
     for whose, arguments in list(TORCH_COMMANDS.items())[: 1 if WINDOWS else 2]:
         lines += [f"  {whose}:", "    " + typed(pip("install", *arguments.split()))]
     raise Stop(12, what, "\n".join(["install torch for ROCm, then run this again", *lines]))
+
+
+def nvidia_card() -> str:
+    """Return the name of the first NVIDIA card that the driver lists, "" where there is no driver or no card."""
+    tool = shutil.which("nvidia-smi")
+    try:
+        done = (
+            subprocess.run([tool, "-L"], stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, timeout=20)
+            if tool
+            else None
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = (
+        re.search(r"^GPU \d+: (.+?)(?: \(UUID|\r?$)", done.stdout.decode("utf-8", "replace"), re.M)
+        if done
+        else None
+    )
+    return found.group(1) if found else ""
 
 
 def torch_file() -> Path | None:
@@ -279,7 +298,7 @@ def run(options: argparse.Namespace, report: dict, say: Callable[[str], None]) -
         linking = [sys.executable, "-m", "carom", f"install-{host.kind.lower()}", str(host.folder)]
     with tempfile.TemporaryDirectory(prefix="carom-") as folder:
         if options.check:
-            report["findings"] = doctor(["-c", LOADER, str(ROOT)], folder)
+            report["findings"] = doctor([str(ROOT)], folder)
             return "The proof passed. Nothing was changed."
         if importlib.util.find_spec("pip") is None:
             ensure = typed([sys.executable, "-m", "ensurepip", "--upgrade"])

@@ -33,6 +33,9 @@ def setup(root, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(module, "link", lambda command, folder: module.calls.append(command) or "linked")
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(
+        module.shutil, "which", lambda name: None
+    )  # no NVIDIA driver, whatever this machine has
     monkeypatch.delenv("CAROM_PYTHON", raising=False)
     place_checkout(module, monkeypatch, tmp_path / "work" / "carom")
     return module
@@ -214,6 +217,33 @@ def test_torchs_build_is_read_without_importing_torch(setup, tmp_path, text, bui
         ] and "torch[device-all]" in shlex.split(typed)
 
 
+@pytest.mark.parametrize(
+    ("listed", "card"),
+    [
+        ("GPU 0: NVIDIA GeForce RTX 4070 (UUID: GPU-1)\r\nGPU 1: NVIDIA A2 (UUID: GPU-2)\r\n", "NVIDIA GeForce RTX 4070"),
+        ("No devices found.\n", ""),
+    ],
+)  # fmt: skip
+def test_a_torch_that_runs_on_an_nvidia_card_is_left_as_it_is(
+    setup, capsys, monkeypatch, tmp_path, listed, card
+):
+    (tmp_path / "version.py").write_text("__version__ = '2.9.0+cu128'\ncuda: Optional[str] = '12.8'\n")
+    asked = []
+
+    def run(command, **_options):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, listed.encode())
+
+    monkeypatch.setattr(setup.shutil, "which", lambda name: f"C:\\{name}.exe")
+    monkeypatch.setattr(setup.subprocess, "run", run)
+    report = ask(setup, capsys)
+    assert asked == [["C:\\nvidia-smi.exe", "-L"]] and report["exit_code"] == 12 and not setup.calls
+    if card:
+        assert f"torch 2.9.0+cu128 runs on {card} here" in report["message"]
+        assert "docs/windows.md" in report["remedy"] and "CAROM_PYTHON" in report["remedy"]
+    assert ("uninstall" in report["remedy"]) == (not card)
+
+
 def without_torch(setup, monkeypatch):
     monkeypatch.setattr(setup, "torch_file", lambda: None)
 
@@ -268,8 +298,7 @@ def test_check_proves_this_checkout_and_runs_no_pip(setup, capsys):
         and report["findings"] == PROVEN
         and "Nothing was changed" in report["message"]
     )
-    ((word, option, *_),) = setup.calls
-    assert (word, option) == ("doctor", "-c")
+    assert setup.calls == [["doctor", str(setup.ROOT)]]
 
 
 def test_dry_run_prints_what_an_install_runs(setup, capsys, tmp_path):
@@ -394,7 +423,7 @@ def test_a_doctor_that_hangs_is_exit_code_30(real, tmp_path, monkeypatch):
 def test_the_checkouts_own_doctor_is_run_without_being_installed(real, root, tmp_path):
     """This machine has no AMD GPU, so the doctor's verdict is exit code 30, in its own words."""
     with pytest.raises(real.Stop, match="AMD: ") as caught:
-        real.doctor(["-c", real.LOADER, str(root)], str(tmp_path))
+        real.doctor([str(root)], str(tmp_path))
     assert caught.value.code == 30
 
 
