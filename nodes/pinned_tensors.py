@@ -60,13 +60,13 @@ class PinnedTensors:
             block = arena.allocate(end)
         except MemoryError:
             return set()
+        if not arena.pin(block):  # before the copies, which would be in vain
+            return set()
         made = {}
         for key, start in places.items():
             source = new[key]
             view = block.data[start : start + source.nbytes].view(source.dtype).view(source.shape)
             made[key] = (source, view.copy_(source), block)
-        if not arena.pin(block):
-            return set()
         comfyui_api.count_pinned(block.registered_bytes)
         weakref.finalize(block, comfyui_api.count_pinned, -block.registered_bytes).atexit = False
         self._held |= made

@@ -49,6 +49,8 @@ class ResidentPlacer:
         self._small: list[Entry] = []  # the small tensors of the deferred units, which share one buffer
         self._buffer_bytes = 0
         self._copying: Any = None  # the event of the last copy to the device
+        # Buffers that are filled from host copies, while the copies may run.
+        self._copied: list[tuple[SharedBuffer, HostCopy]] = []
         self._prefaulting: ThreadPoolExecutor | None = None  # set while residents are put aside
         self.loaded_bytes = 0
         self.adapter_bytes = 0
@@ -165,18 +167,24 @@ class ResidentPlacer:
         if copy.known_fingerprint is None or not copy.plain:
             self._finish_copies()
             copy.known_fingerprint = fingerprint([self._bytes_of(shared_buffer)])
-        copy.device_fingerprint = copy.known_fingerprint
-        shared_buffer.copy = copy
+        # While the copy to the device runs, no other thread may unpin the block.
+        self._copied.append((shared_buffer, copy))
 
     def _bytes_of(self, buffer: SharedBuffer) -> torch.Tensor:
         """Return the bytes of a buffer on the device as a uint8 tensor."""
         return self._engine.at(buffer.start, buffer.nbytes, [entry.tensor for entry in buffer.unit.entries])
 
     def _finish_copies(self) -> None:
-        """Wait for the copies to the device that `_move_into_shared_buffer` has enqueued."""
+        """Wait for the copies to the device that `_move_into_shared_buffer` has enqueued. Their host copies count as
+        those of residents from then on.
+        """
         if self._copying is not None:
             self._engine.synchronize(self._copying)
             self._copying = None
+        for shared_buffer, copy in self._copied:
+            copy.device_fingerprint = copy.known_fingerprint
+            shared_buffer.copy = copy
+        self._copied = []
 
     def place_remaining(self) -> None:
         """Move the deferred units that are not on the device yet: large units first, then all small units

@@ -164,6 +164,38 @@ def test_a_session_put_aside_comes_back_for_what_has_to_cross(count, codec):
 
 
 @pytest.mark.usefixtures("count")
+def test_pinned_memory_is_not_taken_from_a_resident_that_is_being_copied(monkeypatch):
+    """Another session may ask for pinned memory while residents return to the device."""
+    net = Net()
+    expected = run(net)
+    with streamed(net, "raw", 0.7) as session:
+        for _ in range(2):
+            session.park(keep=True)
+            assert torch.equal(run(net), expected)
+        session.park(keep=True)
+        engine, copies = inside(session).engine, inside(session).copies
+        copy_in, synchronize, running = engine.copy_in, engine.synchronize, []
+
+        def begin(target, source, *rest):
+            running.append(source.data_ptr())
+            result = copy_in(target, source, *rest)
+            copies.unpin_resident_copies(1 << 60)
+            blocks = [copy.block for copy in copies._copies.values()]
+            assert set(running) <= {block.data.data_ptr() for block in blocks if block.pinned}
+            return result
+
+        def end(*args):
+            running.clear()
+            synchronize(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "copy_in", begin)
+            patch.setattr(engine, "synchronize", end)
+            session.unpark()
+        assert torch.equal(run(net), expected)
+
+
+@pytest.mark.usefixtures("count")
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("way", ["budget", "park"])
 def test_a_resident_that_was_written_to_unseen_keeps_its_value(codec, way):
