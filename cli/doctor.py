@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 
-from ..tools.doctor import amd, hardware
+from ..tools.doctor import amd, hardware, windows
 from ..tools.doctor.diagnosis import Finding, diagnose
 
 SCHEMA = 1
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         version = rocm.facts.get("torch")
         unsafe = hardware.TorchInstall(version, "rocm" if version else "none")
     found = hardware.probe(args.folder, disk=not args.no_disk, extras=rocm is None, unsafe=unsafe)
-    findings = diagnose(found) + (list(rocm.findings) if rocm is not None else [])
+    findings = diagnose(found) + windows.examine(found.gpu)
+    findings += list(rocm.findings) if rocm is not None else []
     if args.json:
         print(json.dumps({**to_dict(found, findings), "rocm": rocm and rocm.to_dict()}, indent=2))
     else:

@@ -291,17 +291,22 @@ def _triton(arch: str, child: Callable[[str, float], Ended]) -> Finding:
         return Finding("AMD: Triton", "not installed", "info", without)
     if not triton_supports(arch):
         return Finding("AMD: Triton", f"not tried: it does not support {arch}", "info", NOTHING)
-    ended = child(TRITON, TRITON_SECONDS)
-    if ended.events and not ended.events[-1]["reason"]:
+    reason, crashed = try_triton(child)
+    if not reason:
         return Finding("AMD: Triton", "decodes packed weights bit for bit", "good", NOTHING)
+    if not crashed:
+        return Finding("AMD: Triton", f"does not work: {reason}", "fair", without)
+    return Finding("AMD: Triton", f"does not work: {reason}", "poor", "uninstall Triton, or set codec: raw")
+
+
+def try_triton(child: Callable[[str, float], Ended] = run_child) -> tuple[str, bool]:
+    """Return why Triton cannot decode packed weights on this GPU ("" if it can), and whether the trial crashed or hung."""
+    ended = child(TRITON, TRITON_SECONDS)
     if ended.events:
-        return Finding("AMD: Triton", f"does not work: {ended.events[-1]['reason']}", "fair", without)
-    how = (
-        f"no answer within {TRITON_SECONDS:g} s"
-        if ended.code is None
-        else cause_of_death(ended.code) or ended.error
-    )
-    return Finding("AMD: Triton", f"does not work: {how}", "poor", "uninstall Triton, or set codec: raw")
+        return ended.events[-1]["reason"], False
+    if ended.code is None:
+        return f"no answer within {TRITON_SECONDS:g} s", True
+    return cause_of_death(ended.code) or ended.error, True
 
 
 def _aimdo(probe: Callable[[str], OptionalBackend]) -> Finding:
