@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import sys
@@ -47,6 +48,10 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code (0 done, 1 failed, 2 bad use)."""
+    for stream in (sys.stdout, sys.stderr):
+        # The code page of a pipe on Windows lacks most letters of the world: a path with one of them is printed escaped.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     asked = next((a for a in argv if not a.startswith("-")), None)
     args = build_parser(asked if asked in COMMANDS else None).parse_args(argv)

@@ -19,7 +19,8 @@ try:
     from {__package__.rpartition(".")[0]}.toolkit_ext import install
     install()
 except Exception as error:
-    print(f"WARNING: Carom is not active, ai-toolkit runs as without it ({{type(error).__name__}}: {{error}})")
+    text = f"WARNING: Carom is not active, ai-toolkit runs as without it ({{type(error).__name__}}: {{error}})"
+    print(text.encode("ascii", "backslashreplace").decode())  # the code page of a log may lack letters of a path
 """
 
 

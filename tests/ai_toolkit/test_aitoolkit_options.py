@@ -235,6 +235,19 @@ def test_the_extension_survives_a_missing_carom(checkout, tmp_path):
     assert done.returncode == 0 and done.stdout.count("WARNING: Carom is not active") == 1, done.stderr
 
 
+def test_the_warning_has_letters_that_the_logs_code_page_lacks_in_escaped_form(checkout, tmp_path):
+    """On Windows a job's log is a pipe with a code page of 256 letters. The warning itself ended the job."""
+    place = folder.install(checkout)
+    (tmp_path / "lib" / "carom").mkdir(parents=True)
+    (tmp_path / "lib" / "carom" / "__init__.py").write_text("raise OSError('\\u6a21')")
+    code = f"import runpy, sys; sys.path.insert(0, 'lib'); runpy.run_path({str(place / '__init__.py')!r})"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True, text=True, cwd=tmp_path, timeout=60, env={"PYTHONIOENCODING": "cp1252"},
+    )  # fmt: skip
+    assert done.returncode == 0 and r"OSError: \u6a21" in done.stdout, done.stderr
+
+
 def test_the_environment_of_the_checkout_is_asked_for_carom_and_told_the_command_that_puts_it_there(
     checkout, carom_cli, root
 ):
@@ -283,6 +296,7 @@ def test_a_program_that_holds_the_extension_loses_nothing_and_the_next_run_does_
                 act(checkout)
             assert (place / "__init__.py").read_text("utf-8") == folder.TEXT
         held.release()
+    monkeypatch.setattr(held_files, "WAIT_SECONDS", 60)
     held.hold(place / "__init__.py", times=2)  # as a virus scanner does
     assert folder.install(checkout) == place
     (place / ".__init__.123.py").touch()  # left by a run that was killed

@@ -107,6 +107,19 @@ def test_an_interrupted_command_says_what_is_left_of_it_in_json_too(command, cap
     assert err == "" and json.loads(out)["message"] == "interrupted; half is there"
 
 
+def test_a_letter_that_the_pipes_code_page_lacks_is_printed_escaped(carom_cli, tmp_path):
+    """On Windows a pipe has a code page of 256 letters. The command failed with exit code 2 after its work."""
+    root = tmp_path / "模型" / "ComfyUI"
+    (root / "custom_nodes").mkdir(parents=True)
+    done = carom_cli("install-comfyui", str(root), PYTHONIOENCODING="cp1252", PYTHONUTF8="0")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "linked: " in done.stdout and r"\u6a21\u578b" in done.stdout
+    done = carom_cli(
+        "install-comfyui", str(tmp_path / "模"), PYTHONIOENCODING="cp1252:strict", PYTHONUTF8="0"
+    )
+    assert done.returncode == 2 and r"\u6a21 is no folder" in done.stderr
+
+
 def test_a_bug_is_not_hidden(command):
     with pytest.raises(ZeroDivisionError):
         command(fail(ZeroDivisionError()))()

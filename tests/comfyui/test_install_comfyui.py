@@ -160,7 +160,8 @@ def test_with_a_file_open_nothing_is_lost_and_the_next_run_does_the_work(comfyui
     assert names(comfyui) == (["other"] if uninstall else ["carom", "other"])
 
 
-def test_a_virus_scanner_that_holds_new_files_for_a_moment_loses_nothing(comfyui, held):
+def test_a_virus_scanner_that_holds_new_files_for_a_moment_loses_nothing(comfyui, held, monkeypatch):
+    monkeypatch.setattr(held_files, "WAIT_SECONDS", 60)
     scanned = comfyui / "custom_nodes" / "carom-new.disabled" / "nodes" / "extension.py"
     held.hold(scanned, times=1)
     held.hold(target(comfyui) / "nodes" / "extension.py", times=1)

@@ -293,6 +293,7 @@ def hold_results(monkeypatch, times: int | None) -> None:
 def test_a_program_that_holds_the_finished_file_for_a_moment_does_no_harm(
     name: str, source: Path, tmp_path: Path, monkeypatch
 ):
+    monkeypatch.setattr("carom.core.common.held_files.WAIT_SECONDS", 60)
     hold_results(monkeypatch, times=2)
     pack(source, tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == [name, "source.safetensors"]
