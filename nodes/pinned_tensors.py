@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -92,4 +93,4 @@ def pinner_of(device: torch.device) -> Pinner | None:
         torch.cuda.synchronize(device)  # copies from the memory may be under way
         own.unregister(address)
 
-    return Pinner(own.register, unregister)
+    return replace(own, unregister=unregister)

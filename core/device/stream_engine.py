@@ -20,6 +20,7 @@ from ..host.probe import HostMemory, host_memory, on_windows
 from ..plan.residency import GRAIN
 from .engine import Decoder, DefaultEngine, Engine
 from .peer_link import PeerLink
+from .system_pin_limit import system_pin_limit
 
 _LONGEST_HOLD = 0.25  # seconds; drivers of cards with a display end kernels that run for two seconds
 _CYCLES = 2e9  # clock cycles of a second, of fast cards; on slower ones `hold` takes longer
@@ -356,4 +357,4 @@ def runtime_pinner(device: torch.device) -> Pinner:
         if int(runtime.cudaHostUnregister(address)):
             forget_error(device)
 
-    return Pinner(register, unregister)
+    return Pinner(register, unregister, system_pin_limit(device))

@@ -25,6 +25,7 @@ import torch
 
 from ..common.huge_pages import PAGE, allocate_pages
 from .page_release import MappedFiles
+from .pin_limit import ALL_PINNED, PinLimit
 
 logger = logging.getLogger("carom")
 
@@ -33,15 +34,23 @@ _CHUNK = 4 << 20
 _REFUSED = "pinning was refused"
 
 
+def no_limit(pinned: int) -> PinLimit | None:
+    """Return None: the system sets no limit on pinned memory."""
+    return None
+
+
 @dataclass(frozen=True)
 class Pinner:
     """The functions that pin (register) host memory with a device driver and unpin it.
 
     Both take an address; ``register`` also takes the bytes, and returns an error message or None.
+    ``limit``: returns the system's limit on the pinned bytes of this process, None if there is none. Its argument is
+    the number of bytes that the process has pinned.
     """
 
     register: Callable[[int, int], str | None]
     unregister: Callable[[int], None]
+    limit: Callable[[int], PinLimit | None] = no_limit
 
 
 @dataclass(eq=False)
@@ -67,12 +76,13 @@ class Block:
 
 class HostArena:
     """An allocator of host memory blocks that pins at most ``limit`` bytes in total (None: no limit) and
-    counts them.
+    counts them. All arenas of the process together pin no more than the system allows (`Pinner.limit`).
     """
 
     def __init__(self, pinner: Pinner | None, limit: int | None) -> None:
         self._pinner = pinner
         self._limit = limit
+        self._limit_name = "the RAM budget"
         self._lock = threading.Lock()
         self._counted_bytes = 0  # bytes of pinned blocks, those in `_unpinned` included
         # Bytes of blocks that were unpinned and are still counted. A finalizer adds to this. The garbage collector may
@@ -99,8 +109,27 @@ class HostArena:
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether a block of ``nbytes`` can be pinned within the limit, and no other block is unpinned for it."""
-        size = -(-nbytes // PAGE) * PAGE
-        return self.can_pin and (self._limit is None or self.pinned_bytes + size <= self._limit)
+        return self.can_pin and self._excess(-(-nbytes // PAGE) * PAGE, self._system_limit()) <= 0
+
+    def _system_limit(self) -> PinLimit | None:
+        """Return the system's limit on the pinned bytes of all arenas, as it is now."""
+        return None if self._pinner is None else self._pinner.limit(ALL_PINNED.nbytes)
+
+    def _excess(self, size: int, system: PinLimit | None) -> int:
+        """Return by how many bytes the limits are exceeded if ``size`` bytes more are pinned; not positive if they fit."""
+        own = 0 if self._limit is None else self.pinned_bytes + size - self._limit
+        return own if system is None else max(own, ALL_PINNED.nbytes + size - system.nbytes)
+
+    def _take(self, size: int, system: PinLimit | None) -> str | None:
+        """Count ``size`` more pinned bytes; return the limit that does not allow them, else None."""
+        with self._lock:
+            if self._limit is not None and self._count() + size > self._limit:
+                return f"{self._limit_name} of {self._limit} bytes is reached"
+            if not ALL_PINNED.take(size, system):
+                assert system is not None
+                return system.reason
+            self._counted_bytes += size
+        return None
 
     def _count(self) -> int:
         """Return the bytes of the pinned blocks. Called with the lock held."""
@@ -108,13 +137,14 @@ class HostArena:
             self._counted_bytes -= self._unpinned.popleft()
         return self._counted_bytes
 
-    def begin_layout(self, limit: int | None) -> None:
-        """Set the pin limit in bytes before a model's weights are laid out anew.
+    def begin_layout(self, limit: int | None, name: str = "the RAM budget") -> None:
+        """Set the pin limit in bytes, and what notes call it, before a model's weights are laid out anew.
 
         Clears the notes (reasons why blocks were not pinned) and the statistics. Pinned blocks stay pinned.
         """
         with self._lock:
-            self._limit, self.pageable_bytes, self.notes = limit, 0, []
+            self._limit, self._limit_name = limit, name
+            self.pageable_bytes, self.notes = 0, []
             self.pinned_peak_bytes = self._count()
 
     def allocate(self, nbytes: int) -> Block:
@@ -136,12 +166,13 @@ class HostArena:
                 self.pageable_bytes += block.data.numel()
             return False
         size = -(-block.data.numel() // PAGE) * PAGE
-        if not spare and self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
-            self.reclaim(over)
-        with self._lock:
-            if self._limit is not None and self._count() + size > self._limit:
-                return not spare and self._refused(block, f"the RAM budget of {self._limit} bytes is reached")
-            self._counted_bytes += size
+        system = self._system_limit()
+        if not spare and (excess := self._excess(size, system)) > 0:
+            self.reclaim(excess)
+            system = self._system_limit()
+        if (full := self._take(size, system)) is not None:
+            with self._lock:
+                return not spare and self._refused(block, full)
         address = block.data.data_ptr()
         # The driver must unregister the memory before the memory is unmapped; this finalizer runs first. It is made
         # before the memory is registered, so that an interrupt between the two leaves nothing registered.
@@ -157,6 +188,7 @@ class HostArena:
             if reason is not None:
                 finalizer.detach()
                 self._counted_bytes -= size
+                ALL_PINNED.release(size)
                 return not spare and self._refused(block, reason)
             self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._count())
         return True
@@ -187,8 +219,9 @@ class HostArena:
 
 
 def _unregister(unpinned: deque[int], pinner: Pinner, address: int, size: int) -> None:
-    """Unregister pinned memory, and let the arena subtract its bytes. Takes no lock (see `HostArena._unpinned`)."""
+    """Unregister pinned memory, and let its bytes be subtracted. Takes no lock (see `HostArena._unpinned`)."""
     unpinned.append(size)
+    ALL_PINNED.release(size)
     pinner.unregister(address)
 
 

@@ -2,7 +2,7 @@
 without torch.
 
 The limit on host memory is the least of several: physical memory, the cgroup of a container or a systemd
-unit, the share of memory that Windows lets a GPU use, and the memory that WSL was given.
+unit, and the memory that WSL was given. On Windows a process can allocate no more than the commit limit leaves.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ import psutil
 from ..checkpoint.direct_io import RawFile, open_raw
 from ..common.huge_pages import allocate_pages
 from ..common.sizes import GIB, MIB
+from .commit_memory import read_commit
 
 # Memory left to the operating system when weights are pinned: (bytes, share of the limit), whichever is more.
 # Pinned memory can be neither swapped out nor reclaimed.
 KEEP_LEAST, KEEP_SHARE = 2 * GIB, 0.10
-# WDDM, the Windows GPU driver model, lets a GPU use half of the physical memory as shared memory, pinned
-# buffers included. ComfyUI pins no more than this share of the physical memory.
-WDDM_SHARE = 0.4
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "no limit" where v2 writes "max"
 
 
@@ -39,7 +37,8 @@ class HostMemory:
     """Host memory sizes in bytes.
 
     `limit` and `limit_by`: the lowest limit that applies, and its name. `usable`: the bytes that weights may
-    take now.
+    take now. `commit_limit` and `commit_left`: on Windows, the bytes that all programs together can allocate, and
+    those of them that this process can still allocate.
     """
 
     total: int
@@ -54,15 +53,14 @@ class HostMemory:
     swap_used: int
     wsl: bool
     windows: bool
+    commit_limit: int | None = None
+    commit_left: int | None = None
 
     @property
     def free(self) -> int:
-        """The bytes that this process could allocate now, within its container's limit."""
-        free = min(self.available, self.limit)
-        return (
-            free
-            if self.cgroup_limit is None
-            else min(free, max(0, self.cgroup_limit - (self.cgroup_used or 0)))
+        """The bytes that this process could allocate now, within the limits of its container and of Windows."""
+        return free_memory(
+            min(self.available, self.limit), self.cgroup_limit, self.cgroup_used, self.commit_left
         )
 
     @property
@@ -178,23 +176,29 @@ def _memlock() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft  # type: ignore[attr-defined,unused-ignore]
 
 
+def free_memory(
+    available: int, cgroup_limit: int | None, cgroup_used: int | None, commit_left: int | None = None
+) -> int:
+    """Return how many of ``available`` bytes of physical memory this process can allocate now."""
+    free = available if commit_left is None else min(available, commit_left)
+    return free if cgroup_limit is None else min(free, max(0, cgroup_limit - (cgroup_used or 0)))
+
+
 def usable_memory(
-    total: int, available: int, cgroup_limit: int | None, cgroup_used: int | None, windows: bool
+    total: int,
+    available: int,
+    cgroup_limit: int | None,
+    cgroup_used: int | None,
+    commit_left: int | None = None,
 ) -> tuple[int, str, int]:
-    """Return (limit, name of the limit, usable now) in bytes for pinned weights, computed from the arguments
-    alone.
+    """Return (limit, name of the limit, usable now) in bytes for weights, computed from the arguments alone.
+
+    ``commit_left``: the bytes that Windows' commit limit leaves to this process, None on other systems.
     """
     limit, by = total, "physical memory"
-    if windows and total * WDDM_SHARE < limit:
-        limit, by = (
-            int(total * WDDM_SHARE),
-            "Windows (WDDM shares half of the memory with the GPU; 40 % may be pinned)",
-        )
     if cgroup_limit is not None and cgroup_limit < limit:
         limit, by = cgroup_limit, "the cgroup (container or service) memory limit"
-    free = min(available, limit)
-    if cgroup_limit is not None:
-        free = min(free, max(0, cgroup_limit - (cgroup_used or 0)))
+    free = free_memory(min(available, limit), cgroup_limit, cgroup_used, commit_left)
     return limit, by, max(0, free - max(KEEP_LEAST, int(KEEP_SHARE * limit)))
 
 
@@ -203,21 +207,20 @@ def on_windows() -> bool:
     return sys.platform == "win32"
 
 
-def pin_limit(ram: int) -> int:
-    """Return how many bytes of a budget of ``ram`` bytes may be pinned."""
-    return min(ram, int(psutil.virtual_memory().total * WDDM_SHARE)) if on_windows() else ram
-
-
 def host_memory() -> HostMemory:
     """Return the sizes and limits of host memory."""
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     windows = on_windows()
     group_limit, group_used = cgroup_memory() if sys.platform == "linux" else (None, None)
     wsl = sys.platform == "linux" and is_wsl()
-    limit, by, usable = usable_memory(memory.total, memory.available, group_limit, group_used, windows)
+    commit = read_commit() if windows else None
+    # Both from one call on Windows, so that the two agree.
+    available = memory.available if commit is None else commit.available_physical
+    commit_limit, commit_left = (None, None) if commit is None else (commit.limit, commit.left)
+    limit, by, usable = usable_memory(memory.total, available, group_limit, group_used, commit_left)
     return HostMemory(
-        memory.total, memory.available, limit, by, usable, group_limit, group_used, _memlock(),
-        swap.total, swap.used, wsl, windows,
+        memory.total, available, limit, by, usable, group_limit, group_used, _memlock(),
+        swap.total, swap.used, wsl, windows, commit_limit, commit_left,
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     managed = ManagedModule(shared, RootHooks(shared), disk)
     if asked.training == "stream":
         managed.flat_views.refuse_trainable()
-    host_resources = HostResources(engine, wanted.ram)
+    host_resources = HostResources(engine, wanted.ram, asked.pins)
     ledger = BudgetLedger(engine, asked.vram if isinstance(asked.vram, SharedBudget) else None)
     ledger.set(budget)
     planner = Planner(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..device.engine import Engine
-from ..host import probe
 from ..host.arena import HostArena
 from ..host.kept_pieces import KeptPieces
 from ..host.shared_image import SharedImage
@@ -19,6 +18,7 @@ class HostResources:
     """A session's host memory: pinned blocks, host copies of units, and packed (losslessly compressed)
     weights.
 
+    ``pins``: the limit that the host program sets on pinned bytes, None without one.
     ``arena``: allocates and pins blocks of host memory.
     ``spares``: pinned blocks for residents that will be put aside.
     ``shelf``: packed weights, by the id of the model's tensor.
@@ -29,26 +29,35 @@ class HostResources:
     ``peers``: the memory of other devices in which units wait, None without ``peers=``.
     """
 
-    def __init__(self, engine: Engine, ram: int) -> None:
+    def __init__(self, engine: Engine, ram: int, pins: int | None = None) -> None:
+        self._pins = pins
         self.copies = HostCopies()
         self.kept = KeptPieces()
         self.shelf: dict[int, PackedTensor] = {}
         self.image: SharedImage | None = None
         self.gather: Gather | None = None
         self.peers: PeerMemory | None = None
-        self.arena = HostArena(engine.pinner, probe.pin_limit(ram))
+        self.arena = HostArena(engine.pinner, ram)
         self.spares = SpareBlocks(self.arena)
         self.arena.reclaim = self._reclaim
+        self._limit_pins(ram)
+
+    def _limit_pins(self, ram: int) -> None:
+        """Let the arena pin at most ``ram`` bytes, or what the host program allows if that is less."""
+        if self._pins is not None and self._pins < ram:
+            self.arena.begin_layout(self._pins, "the host program's limit of pinned memory")
+        else:
+            self.arena.begin_layout(ram)
 
     def _reclaim(self, nbytes: int) -> None:
         """Unpin memory that no streamed unit uses, until ``nbytes`` are unpinned or none is left."""
         self.copies.unpin_resident_copies(nbytes - self.spares.clear())
 
     def begin_layout(self, ram: int, notes: list[str]) -> None:
-        """Let the next layout pin at most ``ram`` bytes, or fewer if the system allows fewer, and report ``notes``."""
+        """Let the next layout pin at most ``ram`` bytes, or fewer if a limit of pins allows fewer, and report ``notes``."""
         self.kept.set_budget(min(ram, self.kept.budget))
         self.spares.clear()
-        self.arena.begin_layout(probe.pin_limit(ram))
+        self._limit_pins(ram)
         self.arena.notes += notes
 
     def own_ram(self, ram: int) -> int:

@@ -37,6 +37,8 @@ class StreamSettings:
     other code keeps the adapters.
     ``compiled``: whether the module will run compiled by torch.compile although nothing in it shows that. Without this
     hint the first compiled forward changes the layout.
+    ``pins``: the most bytes of host memory that the session may pin, where a host program limits that; None: no limit
+    beside ``ram``.
     """
 
     device: Any = None
@@ -53,6 +55,7 @@ class StreamSettings:
     peers: Sequence[tuple[Any, int | str]] = ()
     backward: bool = False
     compiled: bool = False
+    pins: int | None = None
 
     def check(self, module: Any) -> None:
         """Raise UnsupportedError for a module that cannot be streamed, for an unknown value, or for settings that

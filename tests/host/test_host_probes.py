@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import tests_stand_in_machines as stand_in
 import torch
@@ -87,24 +86,13 @@ def test_a_device_without_streams_or_never_tried_says_so():
     assert settings.device_note(engine("cuda", False)) == settings.device_note(engine("cpu", True)) == ""
 
 
-def test_on_windows_no_more_than_two_fifths_of_memory_are_pinned(monkeypatch):
-    total = psutil.virtual_memory().total
-    assert probe.pin_limit(2 * total) == 2 * total
-    monkeypatch.setattr(probe, "on_windows", lambda: True)
-    assert probe.pin_limit(2 * total) == int(0.4 * total)
-    assert probe.pin_limit(1000) == 1000
-    assert probe.host_memory().limit <= 0.4 * total
-
-
 def test_usable_memory_is_what_the_tightest_limit_leaves():
-    limit, by, usable = probe.usable_memory(64 * GIB, 40 * GIB, None, None, windows=False)
+    limit, by, usable = probe.usable_memory(64 * GIB, 40 * GIB, None, None)
     assert (limit, by) == (64 * GIB, "physical memory")
     assert usable == 40 * GIB - int(0.10 * 64 * GIB)
-    limit, by, usable = probe.usable_memory(64 * GIB, 40 * GIB, 16 * GIB, 6 * GIB, windows=False)
+    limit, by, usable = probe.usable_memory(64 * GIB, 40 * GIB, 16 * GIB, 6 * GIB)
     assert limit == 16 * GIB and "cgroup" in by and usable == 8 * GIB
-    limit, by, usable = probe.usable_memory(64 * GIB, 40 * GIB, None, None, windows=True)
-    assert limit == int(0.4 * 64 * GIB) and "WDDM" in by and usable < limit
-    assert probe.usable_memory(4 * GIB, 1 * GIB, None, None, windows=False)[2] == 0
+    assert probe.usable_memory(4 * GIB, 1 * GIB, None, None)[2] == 0
 
 
 def test_wsl_is_told_by_the_kernels_version(tmp_path):

@@ -254,23 +254,18 @@ def _pinning_speed(gpu: Gpu) -> Finding:
 def _memory(hardware: Hardware) -> list[Finding]:
     """Return the findings on host memory: free RAM, limits, swap, `ulimit -l` and WSL."""
     memory = hardware.memory
-    value = f"{format_size(memory.usable)} can be pinned now; {format_size(memory.available)} free of {format_size(memory.total)}"
+    value = f"{format_size(memory.usable)} for weights now; {format_size(memory.available)} free of {format_size(memory.total)}"
     data = asdict(memory)
     tight = memory.usable < memory.limit // 4
     remedy = "close other programs, add RAM, or stream from a drive (--nvme)" if tight else NOTHING
     found = [Finding("RAM", value, "poor" if tight else "good", remedy, data)]
     if memory.limit < memory.total:
-        remedy = (
-            "raise the container's memory limit"
-            if memory.cgroup_limit == memory.limit
-            else "use Linux to pin more"
-        )
         found.append(
             Finding(
                 "RAM limit",
                 f"{format_size(memory.limit)}, set by {memory.limit_by}",
                 "fair",
-                remedy,
+                "raise the container's memory limit",
                 {"limit": memory.limit},
             )
         )

@@ -1,0 +1,42 @@
+"""The rules for memory under WDDM, the driver model by which Windows manages the memory of GPUs. Pure functions.
+
+WDDM lends host memory to a GPU as *shared* memory, about half of the physical memory. Pinned host memory counts as
+shared memory. If programs allocate more device memory than the card has, WDDM does not refuse the allocation: it uses
+shared memory, which the card reads at the rate of its link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.sizes import MIB, format_size
+from ..host.pin_limit import PinLimit
+
+# ComfyUI pins no more than this share of the physical memory on Windows.
+PINNED_SHARE = 0.4
+# Bytes of the shared memory that are left to allocations of other libraries in this process, and to the rounding of
+# registered sizes.
+SHARED_LEFT = 256 * MIB
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What DXGI reports of one kind of memory for this process, in bytes. ``budget``: what the process should use at
+    most now, beside the other programs; ``usage``: what it uses.
+    """
+
+    budget: int
+    usage: int
+
+
+def pin_limit(shared: Segment | None, pinned: int, physical: int) -> PinLimit:
+    """Return the limit of pinned memory. ``shared``: the shared memory, None if DXGI does not report it; ``pinned``: the
+    bytes that are pinned now; ``physical``: the machine's physical memory in bytes.
+    """
+    if shared is None or shared.budget == 0:
+        most = int(PINNED_SHARE * physical)
+        return PinLimit(most, f"40 % of the RAM ({format_size(most)}) may be pinned on Windows")
+    # Pinned bytes are a part of the usage. The second term holds if a driver does not count them there.
+    most = min(pinned + shared.budget - shared.usage, shared.budget) - SHARED_LEFT
+    # The reason has no figures, because they change with each pin and a report states each reason once.
+    return PinLimit(max(0, most), "Windows lends no more shared GPU memory to this process at present")
