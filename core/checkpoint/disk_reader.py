@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ..common import interruptible
 from ..common.background import BackgroundThread
 from ..common.errors import WeightsError
 from .direct_io import ALIGN, RawFile, open_raw
@@ -235,7 +236,7 @@ class DiskReader:
             self._decoding_reader.close()
         self._stop()
         for thread in self._threads:
-            thread.join()
+            interruptible.join(thread)
         self._threads = []
         with self._shared.opening:
             for file in self._shared.files.values():

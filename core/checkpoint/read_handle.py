@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..common import interruptible
 from ..common.errors import WeightsError
 from .index import SourceFile
 
@@ -27,7 +28,7 @@ class SubmittedRead:
         self.priority = priority
         self.from_memory = 0
         self._lock = threading.Lock()
-        self._event = threading.Event()
+        self._event = interruptible.Event()
         self._error: BaseException | None = None
         self._cancelled = False
         self._callbacks: list[Callable[[SubmittedRead], Any]] = []

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from ..common import interruptible
 from .lossless_format import KIND_BY_DTYPE
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def triton_works() -> bool:
     """
     if not torch.cuda.is_available():
         return False
-    found = None if _trial is None else _trial.result()
+    found = None if _trial is None else interruptible.result(_trial)
     return _try() if found is None else found
 
 
