@@ -73,7 +73,7 @@ class JobSessions:
         asked = StreamSettings(
             device=devices.engine_device(self._device), vram=vram, ram=self._ram(attachment),
             granularity=granularity or policy.granularity, codec=policy.codec, pool=self._choice.pool, disk=disk,
-            backward=attachment.trains,
+            backward=attachment.trains, rewritten=attachment.trains,
         )  # fmt: skip
         return Session(attachment.module, asked)
 

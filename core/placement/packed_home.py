@@ -47,10 +47,11 @@ class PackedHome(ElsewhereHome):
         return self.packed.value()
 
     def snapshot(self) -> Snapshot:
-        """Return the present value, which the packed bytes keep: a write makes new ones."""
+        """Return the present value, which the packed bytes keep: a write then makes new ones."""
         packed = self.packed
         header, blob = packed.header, packed.blob
         kept = PackedTensor(packed.layout, packed.layout, packed.origin, header, blob)
+        packed.snapshots.add(kept)
 
         def current() -> bool:
             return packed.header is header and (header is not None or packed.blob is blob)

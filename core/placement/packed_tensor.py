@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from ..codec import lossless
+from ..codec.lossless import Code
 from ..codec.lossless_device import STEP_BYTES, encode_device_blob
 from ..codec.lossless_format import Header, parse_header
 from ..codec.lossless_torch import decode_torch
@@ -40,6 +42,8 @@ class PackedTensor:
     ``tensor``: the model's tensor object.
     ``layout``: a meta tensor with the weight's dtype, shape and strides.
     ``origin``: the device to which the value returns at the end.
+    ``room``: bytes of the unit's block that packed bytes of the weight may take; 0 outside of a block.
+    ``snapshots``: earlier values that refer to the same bytes, which must not be overwritten.
     """
 
     tensor: torch.Tensor
@@ -47,6 +51,14 @@ class PackedTensor:
     origin: torch.device
     header: Header | None
     blob: torch.Tensor
+    room: int = 0
+    snapshots: WeakSet[PackedTensor] = field(default_factory=WeakSet)
+
+    def lies_in(self, memory: torch.Tensor) -> bool:
+        """Return whether the bytes are in ``memory``, a block of host memory."""
+        start, blob = memory.data_ptr(), self.blob
+        inside = start <= blob.data_ptr() and blob.data_ptr() + blob.numel() <= start + memory.numel()
+        return inside and blob.device == memory.device
 
     @property
     def nbytes(self) -> int:
@@ -128,21 +140,22 @@ def give_back(
 
 
 def pack(
-    value: torch.Tensor, threads: int | None = None, scratch: int = 1 << 29
+    value: torch.Tensor, threads: int | None = None, scratch: int = 1 << 29, code: Code | None = None
 ) -> tuple[Header, torch.Tensor] | None:
     """Return header and blob of the elements of a dense tensor in storage order, or None if packing saves too
     little.
 
     The blob is on the device of ``value``.
     ``scratch``: bytes of temporary memory that packing may use on that device.
+    ``code``: the exponent code, by default the best one for ``value``.
     """
     flat = torch.as_strided(value.detach(), (value.numel(),), (1,), value.storage_offset())
     nbytes = flat.numel() * flat.element_size()
     if flat.device.type != "cpu":
         return encode_device_blob(
-            flat, limit=int(MAX_PACKED_RATIO * nbytes), step_elements=scratch // STEP_BYTES
+            flat, code=code, limit=int(MAX_PACKED_RATIO * nbytes), step_elements=scratch // STEP_BYTES
         )
-    blob = lossless.encode(flat, threads=threads, limit=int(MAX_PACKED_RATIO * nbytes))
+    blob = lossless.encode(flat, threads=threads, code=code, limit=int(MAX_PACKED_RATIO * nbytes))
     return None if blob is None else (parse_header(blob.numpy().data[:128], "weight", blob.numel()), blob)
 
 
@@ -165,23 +178,30 @@ class PackedLayout:
         return not all(isinstance(entry, RawEntry) for entry in self.entries)
 
 
-def lay_out_tensors(entries: list[Entry], packed: list[PackedTensor | None]) -> PackedLayout:
+def lay_out_tensors(
+    entries: list[Entry], packed: list[PackedTensor | None], rooms: Sequence[int] = ()
+) -> PackedLayout:
     """Return the layout of a unit with the packed tensors ``packed`` (None for plain tensors), aligned to
     `WIRE_ALIGN` bytes.
+
+    ``rooms``: the bytes to leave for each packed tensor, by default as many as it has.
     """
     found = [
         None if tensor is None or tensor.header is None else LosslessEntry(tensor.header, 0, 0)
         for tensor in packed
     ]
-    return lay_out_packed(entries, found, WIRE_ALIGN)
+    return lay_out_packed(entries, found, WIRE_ALIGN, rooms)
 
 
-def lay_out_packed(entries: list[Entry], packed: Sequence[PackedEntry | None], align: int) -> PackedLayout:
+def lay_out_packed(
+    entries: list[Entry], packed: Sequence[PackedEntry | None], align: int, rooms: Sequence[int] = ()
+) -> PackedLayout:
     """Return the layout of a unit: packed tensors start at multiples of ``align`` bytes, and adjacent plain
     tensors lie as in the slot.
 
     Adjacent plain tensors can thus be copied to the slot at once.
     ``packed``: a decoder's entry for each packed tensor, whose offsets are ignored; None for plain tensors.
+    ``rooms``: as in `lay_out_tensors`.
     """
     places: list[int] = []
     wire: list[AnyEntry] = []
@@ -189,11 +209,11 @@ def lay_out_packed(entries: list[Entry], packed: Sequence[PackedEntry | None], a
     run: tuple[int, int] | None = (
         None  # offsets in the block and in the slot at which the present run of plain tensors starts
     )
-    for entry, found in zip(entries, packed, strict=True):
+    for entry, found, room in zip(entries, packed, rooms or [0] * len(entries), strict=True):
         if found is not None:
             at = -(-end // align) * align
             wire.append(replace(found, wire_at=at, out_at=entry.offset))
-            end, run = at + sizes(found)[0], None
+            end, run = at + max(room, sizes(found)[0]), None
         else:
             if run is None:
                 run = -(-end // align) * align, entry.offset

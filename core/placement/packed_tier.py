@@ -17,9 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..codec.lossless_format import Header
 from ..codec.unit_decoder import AnyEntry, UnitDecoder, sizes
 from ..common.progress import Progress
 from ..device.engine import Engine
@@ -46,8 +44,9 @@ from .host_store import HostStore
 from .packed_backing import PackedBacking, prepare
 from .packed_home import PackedHome
 from .packed_residents import PackedResidents
-from .packed_tensor import PackedLayout, PackedTensor, give_back, lay_out_tensors, pack
-from .packer import OutOfMemory, Packer, Packing, packs
+from .packed_tensor import PackedLayout, give_back, lay_out_tensors, pack
+from .packed_writes import PackedWrites, put_back
+from .packer import Packer, Packing, packs
 from .pinned_tier import BlockTier, PinnedBacking
 from .resident_placer import ResidentPlacer
 from .residents import DeviceTensors
@@ -56,6 +55,9 @@ from .unpacked_copy import Unpacker
 
 logger = logging.getLogger("carom")
 _AT_ONCE = 4  # number of tensors that are encoded at the same time
+# Bytes that a block leaves free after each packed weight if weights are rewritten: a share of the packed bytes, and the
+# least number. Adding a product of adapters to a weight and taking it out again changes the packed bytes by less.
+SPARE, LEAST_SPARE = 1 / 256, 512
 
 
 class PackedTier(BlockTier):
@@ -89,9 +91,9 @@ class PackedTier(BlockTier):
         self.packed_residents.on_unit_dropped = lambda: self.left_device()
         self._packer = Packer(engine, store.shelf, policy, self.decoder_check, room, largest)
         self._unpacker = Unpacker(engine, store.arena)
-        # The unit with weights that were written since its block was filled, and the block to which the unit moves
-        # before it is used. There is at most one, so that only one unit is in host memory twice.
-        self._outdated: tuple[PackedBacking, Block] | None = None
+        self._writes = PackedWrites(
+            engine, policy.rewritten, staging_bytes, self._new_block, self._rebuild, self._renew_decoder
+        )
 
     @property
     def packed_units(self) -> list[PackedBacking]:
@@ -285,13 +287,23 @@ class PackedTier(BlockTier):
         staging memory.
         """
         unit = backing.unit
-        laid = lay_out_tensors(unit.entries, backing.tensors)
+        laid = lay_out_tensors(unit.entries, backing.tensors, self._rooms(backing))
         if laid.packs and not self._fits_staging(laid.entries):
             for packed in backing.tensors:
                 if packed is not None:
                     packed.unpack()
             laid = lay_out_tensors(unit.entries, backing.tensors)
         return laid, laid.nbytes if laid.packs else unit.nbytes
+
+    def _rooms(self, backing: PackedBacking) -> list[int]:
+        """Return the bytes of a new block that packed bytes of each tensor of the unit may take."""
+        found = [
+            0 if packed is None or packed.header is None else packed.header.total
+            for packed in backing.tensors
+        ]
+        if not self._policy.rewritten:
+            return found
+        return [total and total + max(LEAST_SPARE, int(SPARE * total)) for total in found]
 
     def _build(
         self, backing: PackedBacking, pool: ThreadPoolExecutor | None = None, block: Block | None = None
@@ -302,6 +314,7 @@ class PackedTier(BlockTier):
         """
         unit = backing.unit
         laid, nbytes = self._lay_out(backing)
+        rooms = self._rooms(backing)
         block = block or self.store.arena.allocate(nbytes)
         pieces = []
         for entry, packed, at in zip(unit.entries, backing.tensors, laid.places, strict=True):
@@ -327,12 +340,16 @@ class PackedTier(BlockTier):
                     target.copy_(source)
         for index, (entry, packed) in enumerate(zip(unit.entries, backing.tensors, strict=True)):
             if packed is not None:
-                packed.blob = pieces[index][0]
+                packed.blob, packed.room = pieces[index][0], rooms[index]
             else:
                 self._move_into_block(entry.tensor, pieces[index][0])
                 if index < len(backing.homes):
                     backing.homes[index].moved(managed_tensor.plain(torch.Tensor.detach, (entry.tensor,), {}))
         backing.block = block
+        self._set_decoder(backing, laid)
+
+    def _set_decoder(self, backing: PackedBacking, laid: PackedLayout) -> None:
+        """Let the unit be decoded as ``laid`` says."""
         backing.decoder = UnitDecoder(laid.entries) if laid.packs else None
         if backing.decoder is not None and self.engine.device.type != "cpu":
             backing.decoder.prepare(self.engine.device)
@@ -358,59 +375,25 @@ class PackedTier(BlockTier):
     # -- values that the program writes to weights
 
     def replace(self, home: PackedHome, value: torch.Tensor) -> None:
-        """Store ``value`` as the value of a packed weight. The weight's unit is copied to a new block before its next
-        use, once for all weights that are written until then. Raises MemoryError; the weight then keeps its previous
+        """Store ``value`` as the value of a packed weight. Raises MemoryError; the weight then keeps its previous
         value.
         """
-        packed, backing = home.packed, home.unit
-        assert isinstance(backing, PackedBacking)
-        with backing.runtime.lock, torch.inference_mode(False), torch.no_grad():
-            before = packed.header, packed.blob
-            packed.header, packed.blob = self._packed_anew(packed, value)
-            if backing.runtime.closed:
-                return
-            backing.epoch += 1
-            try:
-                if not backing.outdated:
-                    self.settle()
-                block = self.store.arena.allocate(self._lay_out(backing)[1])
-                self._outdated, backing.outdated = (backing, block), True
-            # There is no memory for a new block. Keep the previous value.
-            except BaseException:
-                packed.header, packed.blob = before
-                raise
-
-    def _packed_anew(self, packed: PackedTensor, value: torch.Tensor) -> tuple[Header | None, torch.Tensor]:
-        """Return header and bytes of ``value`` in host memory, packed if ``packed`` is.
-
-        A value on the device is packed there if the device packs faster than the host.
-        """
-        on_device = self.engine.unpacks and value.device == self.engine.device
-        if on_device:
-            try:
-                header, blob = self._pack_at(packed, value, value.device)
-                return header, blob.cpu()
-            except OutOfMemory:
-                pass
-        return self._pack_at(packed, value, torch.device("cpu"))
-
-    def _pack_at(
-        self, packed: PackedTensor, value: torch.Tensor, device: torch.device
-    ) -> tuple[Header | None, torch.Tensor]:
-        layout = packed.layout
-        fresh = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=device)
-        fresh.copy_(value)
-        return (pack(fresh) if packed.header is not None else None) or (None, storage_bytes(fresh))
+        self._writes.replace(home, value)
 
     def settle(self) -> None:
-        """Copy the unit whose weights were written to its new block. Waits for copies that read the old block."""
-        if self._outdated is None:
-            return
-        backing, block = self._outdated
-        # A fetch calls this within a step, where dispatch modes must not see the copies.
-        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            self._rebuild(backing, block)
-        self._outdated, backing.outdated = None, False
+        """Make the units whose weights were written ready for use."""
+        self._writes.settle()
+
+    def _new_block(self, backing: PackedBacking) -> Block:
+        return self.store.arena.allocate(self._lay_out(backing)[1])
+
+    def _renew_decoder(self, backing: PackedBacking) -> None:
+        """Let the unit be decoded from the present bytes in its block. No work may be pending on the device."""
+        rooms = [0 if packed is None else packed.room for packed in backing.tensors]
+        laid = lay_out_tensors(backing.unit.entries, backing.tensors, rooms)
+        put_back(backing, laid.places)
+        self._set_decoder(backing, laid)
+        self.packed_residents.update(backing)
 
     def pack_anew(self) -> None:
         """Encode units again whose plain weights have changed since they were packed. Applies only if
@@ -525,7 +508,7 @@ class PackedTier(BlockTier):
 
     def undo(self) -> None:
         """Restore the classes and values of all streamed tensors."""
-        self._outdated = None  # the values are in the weights' own blobs
+        self._writes.forget()
         for tensor, before in reversed(self._swapped_classes):
             tensor.__class__ = before
             packed = self.store.shelf.get(id(tensor))

@@ -41,6 +41,7 @@ class Packing:
     ``plain``: packed weights do not make steps faster, so all weights are copied to the device unpacked.
     ``stay_on_device``: the packed bytes of units may stay on the device.
     ``residents``: they do, where units can be packed, because measured times showed that this makes steps faster.
+    ``rewritten``: the program will write to weights again and again, so blocks have room for values that pack worse.
     """
 
     keep_raw: bool = False
@@ -48,6 +49,7 @@ class Packing:
     plain: bool = False
     stay_on_device: bool = True
     residents: bool = False
+    rewritten: bool = False
 
 
 def packs(entry: Entry) -> bool:

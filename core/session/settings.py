@@ -48,9 +48,9 @@ def _packing(asked: StreamSettings, engine: Engine) -> Packing | None:
                 "codec='lossless' packs weights of a loaded module; a file is packed once, with "
                 "`carom pack --codec lossless`, and streamed with codec='auto'"
             )
-        return Packing(keep_raw=asked.host == "raw")
+        return Packing(keep_raw=asked.host == "raw", rewritten=asked.rewritten)
     if asked.codec == "auto" and asked.host == "auto" and asked.weights is None and engine.unpacks:
-        return Packing(auto=True)
+        return Packing(auto=True, rewritten=asked.rewritten)
     return None
 
 

@@ -39,6 +39,8 @@ class StreamSettings:
     hint the first compiled forward changes the layout.
     ``pins``: the most bytes of host memory that the session may pin, where a host program limits that; None: no limit
     beside ``ram``.
+    ``rewritten``: whether the program will write to frozen weights again and again, as merges of adapters do. Blocks of
+    packed weights then have some room, and new values are written over the old ones.
     """
 
     device: Any = None
@@ -56,6 +58,7 @@ class StreamSettings:
     backward: bool = False
     compiled: bool = False
     pins: int | None = None
+    rewritten: bool = False
 
     def check(self, module: Any) -> None:
         """Raise UnsupportedError for a module that cannot be streamed, for an unknown value, or for settings that
