@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.checkpoint.memory_maps import lists_files, mapped_files
 from ..core.model.arriving_tensor import PendingParameter, PendingTensor
 from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
 from ..core.model.managed_tensor import HostParameter, HostTensor
-from .read_only_mappings import ReadOnlyMappings
 
 MAPPED = "_carom_mapped"  # attribute of a model whose weights were loaded as views of a memory-mapped file
 # The kinds of tensors that a session can stream, or streams or loads already.
@@ -58,13 +58,13 @@ def own_tensors(module: nn.Module) -> int:
 def own_memory(module: nn.Module) -> None:
     """Copy weights whose memory ComfyUI must not write to: its static patchers write to weights in place.
 
-    The system lists which mappings of files are read-only (Linux). Elsewhere every weight of a model that Carom loaded
-    from a mapped file is copied.
+    The system lists which mappings of files are read-only (Linux, Windows). Elsewhere every weight of a model that Carom
+    loaded from a mapped file is copied.
     """
     if not module.__dict__.get(MAPPED, False):
         return
-    mappings = ReadOnlyMappings()
-    if not mappings.known:
+    read_only = [file for file in mapped_files() if not file.writable]
+    if not lists_files():
         del module.__dict__[MAPPED]
     made: dict[int, Any] = {}
     for part in module.modules():
@@ -73,7 +73,8 @@ def own_memory(module: nn.Module) -> None:
             for name, tensor in table.items():
                 if tensor is None or not is_plain(tensor) or tensor.device.type != "cpu":
                     continue
-                if mappings.known and not mappings.contain(tensor.data_ptr()):
+                address = tensor.data_ptr()
+                if lists_files() and not any(file.start <= address < file.end for file in read_only):
                     continue
                 if id(tensor) not in made:
                     new = tensor.detach().clone()

@@ -1,4 +1,5 @@
-"""Defines `MappedViews`: finds the file and offset of tensors that are views of a memory-mapped file (Linux).
+"""Defines `MappedViews`: finds the file and offset of tensors that are views of a memory-mapped file (Linux,
+Windows).
 
 Loaders of safetensors files (safetensors itself, transformers, diffusers, ComfyUI) map the file into memory, and
 the tensors are views of the mapping. Their bytes are then in the file, at a known offset, and can be read from
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .direct_io import open_raw
 from .index import SourceFile
-from .memory_maps import MappedFile, is_unwritten, mapped_files
+from .memory_maps import MappedFile, mapped_files
 
 _SAMPLE = 64  # bytes at each end of a tensor that are compared with the file
 
@@ -30,7 +32,8 @@ class FileRange:
 
 
 class MappedViews:
-    """The files that are mapped into this process at the time of the call; none on systems other than Linux."""
+    """The files that are mapped into this process at the time of the call; none on systems other than Linux
+    and Windows."""
 
     def __init__(self) -> None:
         self._mappings = mapped_files()
@@ -51,10 +54,12 @@ class MappedViews:
             return None
         mapping = self._mappings[index]
         file = self._file(mapping)
-        offset = mapping.offset + address - mapping.start
-        if address + nbytes > mapping.end or file is None or offset + nbytes > file.size:
+        if address + nbytes > mapping.end or file is None or mapping.offset is None:
             return None
-        if not is_unwritten(address, nbytes) or not _same_bytes(tensor, file, offset):
+        offset = mapping.offset + address - mapping.start
+        if offset + nbytes > file.size:
+            return None
+        if not mapping.is_unwritten(address, nbytes) or not _same_bytes(tensor, file, offset):
             return None
         return FileRange(file, offset, nbytes)
 
@@ -77,11 +82,12 @@ def _same_bytes(tensor: torch.Tensor, file: SourceFile, offset: int) -> bool:
     flat = memory_of(tensor).numpy()
     size = min(_SAMPLE, len(flat))
     try:
-        with open(file.path, "rb", buffering=0) as opened:
-            file.check(os.fstat(opened.fileno()))
+        # Not by `open`: on Windows it fails for a spill file, which is opened with the right to delete it.
+        with contextlib.closing(open_raw(file.path, direct=False)) as opened:
+            file.check(opened.stat())
+            read = memoryview(bytearray(size))
             for at in (0, len(flat) - size):
-                opened.seek(offset + at)
-                if opened.read(size) != flat[at : at + size].tobytes():
+                if opened.read_into(read, offset + at) != size or read != flat[at : at + size].data:
                     return False
     except Exception:
         return False

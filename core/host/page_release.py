@@ -21,31 +21,30 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.memory_maps import PAGE, is_unwritten, mapped_files
+from ..checkpoint.memory_maps import PAGE, is_unwritten, lists_files, mapped_files
 
 _LEAST_BYTES = 1 << 16  # bytes; releasing less is not worth two system calls
 
 
 class MappedFiles:
     """The address ranges of files that are mapped into this process at the moment; empty on systems other
-    than Linux.
+    than Linux and Windows. Pages are released on Linux only.
     """
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        if _madvise() is not None:
-            for file in mapped_files():
-                if self._ends and self._ends[-1] == file.start:
-                    self._ends[-1] = file.end
-                else:
-                    self._starts.append(file.start)
-                    self._ends.append(file.end)
+        for file in mapped_files():
+            if self._ends and self._ends[-1] == file.start:
+                self._ends[-1] = file.end
+            else:
+                self._starts.append(file.start)
+                self._ends.append(file.end)
 
     @property
     def supported(self) -> bool:
-        """Whether the operating system reports mapped files and allows their release."""
-        return _madvise() is not None
+        """Whether the operating system reports mapped files."""
+        return lists_files()
 
     def contains(self, address: int, nbytes: int) -> bool:
         """Return whether all ``nbytes`` bytes from ``address`` lie in a mapped file."""

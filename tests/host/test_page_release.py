@@ -134,7 +134,7 @@ def test_a_weight_written_before_it_streams_streams_as_written(checkpoint):
 
 def test_elsewhere_than_on_linux_nothing_is_dropped(tmp_path, monkeypatch):
     memory, address = mapping(tmp_path)
-    monkeypatch.setattr(page_release.sys, "platform", "win32")
+    monkeypatch.setattr(page_release.sys, "platform", "darwin")
     page_release._madvise.cache_clear()
     try:
         MappedFiles().release(address, len(memory))
