@@ -336,8 +336,9 @@ class TestRunner:
         assert {result["reason"] for _, _, result in seen} == {"the time limit was reached"}
 
     @pytest.mark.skipif(os.name != "posix", reason="signals")
-    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-    def test_no_child_is_left_however_the_run_ends(self, root, tmp_path, signum):
+    @pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+    def test_no_child_is_left_however_the_run_ends(self, root, tmp_path, how):
+        signum = getattr(signal, how)
         out = tmp_path / "out"
         shim = tmp_path / "path"
         shim.mkdir()

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from carom.core.checkpoint.direct_io import PosixFile
 from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
 from carom.core.checkpoint.index import open_index
 from carom.core.checkpoint.read_concurrency import ReadLimit
 from carom.core.checkpoint.read_path import ReadPathPolicy, ReadPathTuner
 from carom.core.common.huge_pages import HUGE, PAGE, allocate_pages
 from safetensors.torch import save_file
+from tests_disk_harness import NativeFile
 
 MB = 1 << 20
 SMALL = ReadPathPolicy(
@@ -106,7 +106,7 @@ def test_a_first_trial_that_was_marred_is_soon_corrected():
     assert tuner.bounce_bytes == 0 and tuner.rates == pytest.approx({0: 3e9, 4 * MB: 2e9}, rel=0.05)
 
 
-class ByAddress(PosixFile):
+class ByAddress(NativeFile):
     """A drive that takes longer for reads into some memory than into all other."""
 
     slow: tuple[int, int] = (0, 0)
@@ -133,7 +133,7 @@ def test_readers_take_the_way_that_is_faster_with_the_same_bytes(tmp_path: Path,
     monkeypatch.setattr(ByAddress, "seconds", seconds)
     tuner = ReadPathTuner(ReadPathPolicy(paths=(0, 64 << 10, 32 << 10), window=256 << 10, rounds=2))
     with DiskReader(ReaderPolicy(workers=2, chunk=64 << 10), opener=ByAddress, path_tuner=tuner) as reader:
-        if not PosixFile(entry.file.path).direct:
+        if not NativeFile(entry.file.path).direct:
             pytest.skip("no direct reads here: there is but one way")
         for _ in range(3):
             target[:] = bytes(len(target))
@@ -151,7 +151,7 @@ def test_readers_that_share_lanes_have_no_more_reads_under_way_than_those(tmp_pa
     entry = open_index(tmp_path / "m.safetensors")["w"]
     lock, now, most = threading.Lock(), [0], [0]
 
-    class Counted(PosixFile):
+    class Counted(NativeFile):
         def read_into(self, buffer: memoryview, offset: int) -> int:
             with lock:
                 now[0] += 1

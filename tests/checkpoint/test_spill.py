@@ -80,6 +80,8 @@ def test_a_file_that_lost_its_bytes_is_not_reused(tmp_path, damage):
     (kept,) = spill([torch.arange(16384.0)], tmp_path)
     path = Path(kept.range.file.path)
     if damage == "deleted":
+        if sys.platform == "win32":
+            pytest.skip("Windows deletes no mapped file")
         path.unlink()
     elif damage == "cut off":
         with path.open("r+b") as file:

@@ -49,7 +49,7 @@ class StandIn:
 
         class CuFile:
             def __init__(self, file: str, flags: str = "r") -> None:
-                self._fd = os.open(file, os.O_RDONLY)
+                self._file, self._lock = open(file, "rb", buffering=0), threading.Lock()  # noqa: SIM115
                 outer.opened += 1
 
             def pread(self, buf: Any, size: int | None = None, file_offset: int = 0) -> Future:
@@ -61,10 +61,12 @@ class StandIn:
                     raise RuntimeError("cuFile internal error")
                 if seconds:
                     threading.Event().wait(seconds)
-                return os.preadv(self._fd, [memoryview(buf.numpy())[:size]], offset)
+                with self._lock:
+                    self._file.seek(offset)
+                    return self._file.readinto(memoryview(buf.numpy())[:size])
 
             def close(self) -> None:
-                os.close(self._fd)
+                self._file.close()
                 outer.closed += 1
 
         package = types.ModuleType("kvikio")

@@ -67,6 +67,7 @@ def test_a_strange_cgroup_file_is_no_limit(tmp_path, text):
 
 def test_on_windows_a_budget_stays_below_the_cards_own_memory(monkeypatch):
     engine: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), free_bytes=lambda: 8 * GIB)
+    monkeypatch.setattr(settings, "on_windows", lambda: False)
     assert settings.within_dedicated(20 * GIB, engine) == (20 * GIB, "")
     monkeypatch.setattr(settings, "on_windows", lambda: True)
     assert settings.within_dedicated(7 * GIB, engine) == (7 * GIB, "")

@@ -14,7 +14,6 @@ import carom
 import pytest
 import tests_models as models
 import torch
-from carom.core.checkpoint.direct_io import PosixFile
 from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.checkpoint.index import open_index
 from carom.core.checkpoint.packed_source import PackedSource, meta_of, stored_entry
@@ -30,7 +29,7 @@ from carom.tools.pack.writer import pack
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests_disk_harness import within_ram
+from tests_disk_harness import NativeFile, within_ram
 from tests_harness import SIMULATED, assert_same, infer, on_simulated_devices, train
 from tests_inside import inside
 from tests_pairwise import each
@@ -492,7 +491,7 @@ def test_what_was_read_wrong_once_is_read_again(tmp_path, monkeypatch, ram):
     model, empty = stack().eval(), stack(meta=True).eval()
     path = quantised_file(model, tmp_path)
     stored = stored_entry(open_index(path)["blocks.3.up.weight"])
-    read_into, turns, wrong = PosixFile.read_into, itertools.count(1), []
+    read_into, turns, wrong = NativeFile.read_into, itertools.count(1), []
 
     def read(self: Any, buffer: memoryview, offset: int) -> int:
         got = read_into(self, buffer, offset)
@@ -504,7 +503,7 @@ def test_what_was_read_wrong_once_is_read_again(tmp_path, monkeypatch, ram):
 
     with carom.stream(empty, device=SimulatedDevice(), vram=VRAM, weights=path, ram=ram) as session:
         assert any(h.entry.name == stored.name for u in inside(session).placement.streamed for h in u.homes)
-        monkeypatch.setattr(PosixFile, "read_into", read)
+        monkeypatch.setattr(NativeFile, "read_into", read)
         failed = 0
         for _ in range(3):
             try:

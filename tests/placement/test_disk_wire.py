@@ -19,7 +19,6 @@ import carom
 import pytest
 import tests_models as models
 import torch
-from carom.core.checkpoint.direct_io import PosixFile
 from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.checkpoint.index import open_index
 from carom.core.codec.blob_format import BlobFormat
@@ -37,7 +36,7 @@ from carom.tools.pack.writer import pack
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tests_disk_harness import within_ram
+from tests_disk_harness import NativeFile, within_ram
 from tests_harness import SIMULATED, assert_same, infer, on_simulated_devices, train
 from tests_inside import inside
 from tests_pairwise import each
@@ -256,7 +255,7 @@ def apart(monkeypatch):
 
 def reads_wrong(monkeypatch: Any, at: int, turns: Callable[[int], bool]) -> list[int]:
     """From now on a bit of the byte ``at`` is read wrong in those of its reads that ``turns`` picks: their numbers."""
-    read_into, reads, wrong = PosixFile.read_into, itertools.count(1), []
+    read_into, reads, wrong = NativeFile.read_into, itertools.count(1), []
 
     def read(self: Any, buffer: memoryview, offset: int) -> int:
         got = read_into(self, buffer, offset)
@@ -265,7 +264,7 @@ def reads_wrong(monkeypatch: Any, at: int, turns: Callable[[int], bool]) -> list
             buffer[at - offset] ^= 1
         return got
 
-    monkeypatch.setattr(PosixFile, "read_into", read)
+    monkeypatch.setattr(NativeFile, "read_into", read)
     return wrong
 
 

@@ -24,7 +24,8 @@ from carom.core.checkpoint import direct_io
 
 folder, *states = sys.argv[1:]
 torch.set_num_threads(1)  # else OpenMP waits in a forked child for threads of its parent
-own, reading, product = direct_io.PosixFile.read_into, threading.Event(), torch.ones(200, 200)
+Native = type(direct_io.open_raw(sys.executable))
+own, reading, product = Native.read_into, threading.Event(), torch.ones(200, 200)
 slow = False
 
 def read_into(self, buffer, offset):
@@ -35,7 +36,7 @@ def read_into(self, buffer, offset):
             product @ product
     return own(self, buffer, offset)
 
-direct_io.PosixFile.read_into = read_into
+Native.read_into = read_into
 
 def net():
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).to(torch.bfloat16).requires_grad_(False)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import carom
 import pytest
 import torch
+from carom.core.checkpoint.direct_io import PosixFile
+from carom.core.checkpoint.direct_io_windows import WindowsFile
 from carom.tools.pack.writer import pack
 from safetensors.torch import save_file
 from torch import nn
+
+# The class of files that `open_raw` opens on this system.
+NativeFile: Any = WindowsFile if sys.platform == "win32" else PosixFile
 
 
 def save(model: nn.Module, folder: Path, packed: bool = False) -> Path:
@@ -90,17 +96,15 @@ class Drive:
     """The bytes that were read from files since the last call of `fresh`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from carom.core.checkpoint.direct_io import PosixFile
-
         self.nbytes = 0
-        read_into = PosixFile.read_into
+        read_into = NativeFile.read_into
 
         def counted(file: Any, buffer: memoryview, offset: int) -> int:
             got = read_into(file, buffer, offset)
             self.nbytes += got
             return got
 
-        monkeypatch.setattr(PosixFile, "read_into", counted)
+        monkeypatch.setattr(NativeFile, "read_into", counted)
 
     def fresh(self) -> int:
         found, self.nbytes = self.nbytes, 0
@@ -113,11 +117,10 @@ class Faults:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, play: Any) -> None:
-        from carom.core.checkpoint.direct_io import PosixFile
         from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
         from carom.core.placement import file_source
 
-        class File(PosixFile):
+        class File(NativeFile):
             def read_into(self, buffer: memoryview, offset: int) -> int:
                 verdict = play(offset)
                 if isinstance(verdict, Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ class FakeKernel32:
     def __init__(self, refuse: str | int = "") -> None:
         self.refuse, self.error, self.handles, self.next = refuse, 0, {}, 100
         self.pending: dict[int, int] = {}
+        self.lock = threading.Lock()
 
     def CreateFileW(self, path, access, share, security, how, flags, template):
         if self.refuse == "open" and flags & 0x20000000:
@@ -31,7 +33,10 @@ class FakeKernel32:
             return ctypes.c_void_p(-1).value
         assert flags & 0x40000000, "positioned reads need an overlapped handle"
         self.next += 1
-        self.handles[self.next] = (os.open(real, os.O_RDONLY), bool(flags & 0x20000000))
+        self.handles[self.next] = (
+            os.open(real, os.O_RDONLY | getattr(os, "O_BINARY", 0)),
+            bool(flags & 0x20000000),
+        )
         return self.next
 
     def CreateEventW(self, *_):
@@ -46,7 +51,9 @@ class FakeKernel32:
         if unbuffered and (self.refuse == "read" or offset % 512 or want % 512 or target % 512):
             self.error = direct_io_windows.ERROR_INVALID_PARAMETER
             return 0
-        data = os.pread(fd, want, offset)
+        with self.lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, want)
         if not data:
             self.error = direct_io_windows.ERROR_HANDLE_EOF
             return 0

@@ -8,8 +8,8 @@ CAROM_WINDOWS_SHAPE_ROOTS) and programs started by their path get *views* of `os
 `ctypes.WinDLL` loads the fakes of `calls.py`. The standard library, torch, numpy and pytest get the real modules, so they
 work as on Linux.
 
-Rules of files hold for the whole process (`files.py`): a file that is open or mapped, by this process or another one in
-the shape, cannot be deleted or renamed; the text encoding is code page 1252. `memory.py` has the machine's memory
+For the same code the rules of files are Windows' (`files.py`): a file that is open or mapped, by this process or another
+one in the shape, cannot be deleted or renamed; the text encoding is code page 1252. `memory.py` has the machine's memory
 and its commit limit.
 
 Child processes started through `subprocess` are in the shape too. Paths stay POSIX paths, and the exit code of

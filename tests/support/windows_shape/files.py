@@ -21,12 +21,16 @@ import os
 import stat
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .errors import windows_error
 
 ERROR_SHARING_VIOLATION, ERROR_ACCESS_DENIED = 32, 5
+# The end of a symbolic link's text where the link takes the part of a junction.
+JUNCTION = "/."
+_MOUNT_POINT = 0xA0000003  # IO_REPARSE_TAG_MOUNT_POINT
 ERROR_ALREADY_EXISTS, ERROR_PRIVILEGE_NOT_HELD = 183, 1314
 CODE_PAGE = "cp1252"
 # Descriptors from here on were opened with FILE_SHARE_DELETE: other processes see it by the number.
@@ -146,22 +150,27 @@ def _by_tempfile() -> bool:
 
 
 def unlink(path: Any, *, dir_fd: int | None = None) -> None:
-    if not _by_tempfile():
+    if _called_from_shape() and not _by_tempfile():
         _check(path, dir_fd, path)
     _unlink(path, dir_fd=dir_fd)
 
 
 def rename(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-    if _called_from_shape() and os.path.lexists(dst):
-        raise windows_error(ERROR_ALREADY_EXISTS, src, dst)
-    replace(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+    if _called_from_shape():
+        if os.path.lexists(dst):
+            raise windows_error(ERROR_ALREADY_EXISTS, src, dst)
+        _check_tree(src)
+    _rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
 
 def replace(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-    _check_tree(src)
-    _check(dst, dst_dir_fd, dst, replaced=True)
-    if _called_from_shape() and os.path.isdir(dst):
-        raise windows_error(ERROR_ACCESS_DENIED, src, dst)
+    # Each check looks through all processes of the shape: code that does not see Windows, such as pytest's deletion of
+    # old folders, is not held up.
+    if _called_from_shape():
+        _check_tree(src)
+        _check(dst, dst_dir_fd, dst, replaced=True)
+        if os.path.isdir(dst):
+            raise windows_error(ERROR_ACCESS_DENIED, src, dst)
     _replace(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
 
@@ -281,11 +290,19 @@ def _utf8() -> bool:
     return os.environ.get("PYTHONUTF8") == "1" or sys._xoptions.get("utf8") in (True, "1")
 
 
+# Programs of Windows that Carom starts.
+_PROGRAMS = {"taskkill": "taskkill.py"}
 _Popen = subprocess.Popen.__init__
 
 
 def popen(self: Any, args: Any, *rest: Any, **options: Any) -> None:
     """`subprocess.Popen` as on Windows for code in the shape. The child is in the shape, whatever its environment is."""
+    if isinstance(args, (list, tuple)) and args and str(args[0]) in _PROGRAMS:
+        args = [
+            sys.executable,
+            os.path.join(os.path.dirname(__file__), "programs", _PROGRAMS[str(args[0])]),
+            *args[1:],
+        ]
     if _called_from_shape():
         if options.get("preexec_fn") is not None:
             raise ValueError("preexec_fn is not supported on Windows platforms")
@@ -332,6 +349,37 @@ def _hiding(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _is_junction(path: Any, dir_fd: int | None = None) -> bool:
+    try:
+        return os.fsdecode(os.readlink(path, dir_fd=dir_fd)).endswith(JUNCTION)
+    except OSError:
+        return False
+
+
+def lstat(path: Any, *, dir_fd: int | None = None) -> Any:
+    """`os.lstat`: a junction is a folder with a reparse tag, no symbolic link."""
+    found = _lstat(path, dir_fd=dir_fd)
+    resolving = sys._getframe(1).f_code.co_name in ("_joinrealpath", "realpath", "call")
+    if (
+        not stat.S_ISLNK(found.st_mode)
+        or resolving
+        or not _called_from_shape()
+        or not _is_junction(path, dir_fd)
+    ):
+        return found
+    fields = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+    fields["st_mode"] = stat.S_IFDIR | 0o777
+    return types.SimpleNamespace(**fields, st_reparse_tag=_MOUNT_POINT)
+
+
+def rmdir(path: Any, *, dir_fd: int | None = None) -> None:
+    """`os.rmdir`: RemoveDirectory deletes a junction, not what it leads to."""
+    if _is_junction(path, dir_fd):
+        return _unlink(path, dir_fd=dir_fd)
+    return _rmdir(path, dir_fd=dir_fd)
+
+
+_lstat, _rmdir = os.lstat, os.rmdir
 _io_open = io.open
 _ftruncate = os.ftruncate
 
@@ -349,6 +397,8 @@ def install() -> None:
     os.rename, os.replace, os.symlink = rename, replace, symlink  # type: ignore[assignment]
     os.open, os.close, os.ftruncate = open_file, close, ftruncate  # type: ignore[assignment]
     os.supports_dir_fd.add(open_file)
+    os.lstat, os.rmdir = lstat, rmdir  # type: ignore[assignment]
+    os.supports_dir_fd.update((lstat, rmdir))
     for name in ("stat", "lstat", "listdir", "scandir", "access"):
         old = getattr(os, name)
         new = _hiding(old)

@@ -68,6 +68,12 @@ def _resident() -> int:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
+def peak_resident() -> int:
+    """Return the most resident bytes of this process so far."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+
+
 def status() -> Status:
     """Return the memory now: what was there at the start, less what this process has taken since."""
     taken = max(0, _resident() - _at_start)

@@ -35,18 +35,18 @@ def environment(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Start Python in the Windows shape.")
+    parser = argparse.ArgumentParser(
+        description="Start Python in the Windows shape. Other arguments are Python's: -m pytest, a script, -c CODE.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--memory", default="", help="total,available,commit limit,commit available in MiB")
     parser.add_argument("--root", action="append", default=[], help="a folder whose code sees Windows, too")
     parser.add_argument(
         "--no-symlinks", action="store_true", help="symbolic links need a privilege that is missing"
     )
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="arguments of Python: -m pytest, a script, -c CODE"
-    )
-    args = parser.parse_args()
+    args, arguments = parser.parse_known_args()
     surroundings = environment(memory=args.memory, roots=args.root, symlinks=not args.no_symlinks)
-    return subprocess.run([sys.executable, *args.arguments], env=surroundings).returncode
+    return subprocess.run([sys.executable, *arguments], env=surroundings).returncode
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 from . import files, lacking
 
+_DELETED = object()
 VERSION = (10, 0, 26100)  # Windows 11, 24H2
 
 
@@ -26,8 +27,10 @@ class View(types.ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         module, hidden, replaced, given = object.__getattribute__(self, "_view")
-        if name in given:
+        if name in given and given[name] is not _DELETED:
             return given[name]
+        if name in given:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         if name in replaced:
             return replaced[name]
         if name in hidden:
@@ -36,7 +39,9 @@ class View(types.ModuleType):
             return types.ModuleType
         if name == "__dict__":
             shown = {key: value for key, value in vars(module).items() if key not in hidden}
-            return {**shown, **replaced, **given}
+            return {
+                key: value for key, value in {**shown, **replaced, **given}.items() if value is not _DELETED
+            }
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -47,9 +52,9 @@ class View(types.ModuleType):
             setattr(module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        module, _, _, given = object.__getattribute__(self, "_view")
-        if name in given:
-            del given[name]
+        module, hidden, replaced, given = object.__getattribute__(self, "_view")
+        if name in hidden or name in replaced:
+            given[name] = _DELETED
         else:
             delattr(module, name)
 

@@ -42,7 +42,7 @@ def make__winapi() -> dict[str, Any]:
             raise windows_error(3, src)
         if os.path.lexists(dst):
             raise windows_error(183, dst)
-        files._symlink(os.path.abspath(src), dst, True)
+        files._symlink(os.path.abspath(src) + files.JUNCTION, dst, True)
 
     return {"CreateJunction": create_junction, "CloseHandle": handles.close}
 
@@ -50,6 +50,8 @@ def make__winapi() -> dict[str, Any]:
 def make_psutil() -> dict[str, Any]:
     """Return psutil's functions of memory with Windows' figures (psutil takes them from GlobalMemoryStatusEx)."""
     import collections
+
+    import psutil
 
     Virtual = collections.namedtuple("svmem", "total available percent used free")
     Swap = collections.namedtuple("sswap", "total used free percent sin sout")
@@ -65,4 +67,20 @@ def make_psutil() -> dict[str, Any]:
         free = min(total, max(0, now.commit_available - now.available))
         return Swap(total, total - free, free, 0.0, 0, 0)
 
-    return {"virtual_memory": virtual_memory, "swap_memory": swap_memory}
+    Memory = collections.namedtuple(
+        "pmem",
+        "rss vms num_page_faults peak_wset wset peak_paged_pool paged_pool peak_nonpaged_pool nonpaged_pool pagefile "
+        "peak_pagefile private",
+    )
+
+    class Process(psutil.Process):
+        """Windows counts a working set (rss) and private bytes."""
+
+        def memory_info(self) -> Any:
+            found = super().memory_info()
+            own = self.pid == os.getpid()
+            peak = memory.peak_resident() if own else found.rss
+            private = max(0, found.rss - found.shared)
+            return Memory(found.rss, private, 0, peak, found.rss, 0, 0, 0, 0, private, private, private)
+
+    return {"virtual_memory": virtual_memory, "swap_memory": swap_memory, "Process": Process}
