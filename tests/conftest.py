@@ -44,6 +44,7 @@ for helper in (
     path = ROOT / "tests" / "support" / f"{helper}.py"
     _load(f"tests_{path.stem}", path)
 _load("tests_windows_shape", ROOT / "tests" / "support" / "windows_shape" / "run.py")
+_load("tests_mapped_memory", ROOT / "tests" / "support" / "windows_shape" / "mapped_memory.py")
 _load("tests_lacking", ROOT / "tests" / "support" / "windows_shape" / "lacking.py")
 
 

@@ -55,9 +55,9 @@ def _load_kernel32() -> Any:
 
 def long_path(path: str) -> str:
     r"""Return ``path`` in the ``\\?\`` form, which lifts the limit of 260 characters."""
+    if path.startswith("\\\\?\\"):
+        return path
     full = os.path.abspath(path)
-    if full.startswith("\\\\?\\"):
-        return full
     return "\\\\?\\UNC\\" + full[2:] if full.startswith("\\\\") else "\\\\?\\" + full
 
 

@@ -13,9 +13,11 @@ from carom.core.checkpoint.mapped_views import MappedViews
 from carom.core.host import page_release
 from carom.core.host.page_release import MappedFiles
 from safetensors.torch import load_file, save_file
-from tests_fake_kernel32 import FakeMemory, posix_path
+from tests_mapped_memory import MappedMemory, posix_path
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the fake reads Linux's /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the stand-in reads Linux's /proc"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def windows(monkeypatch) -> None:
     file_at, files = memory_maps_windows.file_at, memory_maps.windows_files
     monkeypatch.setattr(memory_maps_windows, "file_at", lambda *known: posix_path(file_at(*known)))
     for module in (mapped_views, page_release):
-        monkeypatch.setattr(module, "mapped_files", lambda: files(FakeMemory()))
+        monkeypatch.setattr(module, "mapped_files", lambda: files(MappedMemory()))
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def test_read_only_views_are_told_from_writable_ones(tmp_path, access, writable)
     path.write_bytes(bytes(8192))
     with path.open("r+b") as file:
         view = mmap.mmap(file.fileno(), 0, access=access)
-    (found,) = [one for one in memory_maps.windows_files(FakeMemory()) if one.path == str(path)]
+    (found,) = [one for one in memory_maps.windows_files(MappedMemory()) if one.path == str(path)]
     assert found.writable is writable and len(view) == 8192
 
 
@@ -97,7 +99,7 @@ def test_a_session_with_a_mapped_model_writes_nothing_to_the_folder(tmp_path):
 )  # fmt: skip
 def test_device_paths_become_paths_that_can_be_opened(monkeypatch, name, path):
     monkeypatch.undo()  # the path of Windows itself
-    kernel32 = FakeMemory()
+    kernel32 = MappedMemory()
 
     def named(process, address, target, size):
         target.value = name
@@ -107,3 +109,23 @@ def test_device_paths_become_paths_that_can_be_opened(monkeypatch, name, path):
     drives = memory_maps_windows.drive_letters(kernel32)
     assert drives == {"\\Device\\HarddiskVolume3": "C:"}
     assert memory_maps_windows.file_at(kernel32, 1 << 16, drives) == path
+
+
+IN_THE_SHAPE = """
+import sys
+import torch
+from carom.core.checkpoint.mapped_views import MappedViews
+from safetensors.torch import load_file, save_file
+
+save_file({"w": torch.arange(5000.0)}, sys.argv[1])
+tensor = load_file(sys.argv[1])["w"]
+found = MappedViews().find(tensor)
+assert found is not None and found.file.path.endswith(sys.argv[1]), found
+tensor[1] = 0
+assert MappedViews().find(tensor) is None
+"""
+
+
+def test_the_windows_shaped_python_has_the_calls(windows_python, tmp_path):
+    done = windows_python("-c", IN_THE_SHAPE, str(tmp_path / "m.safetensors"))
+    assert done.returncode == 0, done.stderr

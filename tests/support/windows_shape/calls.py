@@ -16,6 +16,7 @@ from typing import Any
 
 from . import files, handles, memory
 from .libraries import fake, last_error, set_last_error
+from .mapped_memory import MappedMemory, posix_path
 
 FILE_NOT_FOUND, ACCESS_DENIED, INVALID_HANDLE, SHARING_VIOLATION = 2, 5, 6, 32
 HANDLE_EOF, INVALID_PARAMETER, IO_PENDING, INSUFFICIENT_BUFFER, FILE_EXISTS = 38, 87, 997, 122, 80
@@ -50,6 +51,7 @@ def store(address: int | None, kind: Any, value: int) -> None:
 
 
 def _plain(path: str) -> str:
+    path = posix_path(path)
     return path[4:] if path.startswith(("\\\\?\\", "\\\\.\\")) else path
 
 
@@ -191,6 +193,24 @@ def GetLastError():
 @fake("kernel32", HANDLE)
 def GetCurrentProcess():
     return handles.INVALID  # the pseudo handle -1
+
+
+_mapped = MappedMemory()
+
+
+@fake("kernel32", ctypes.c_size_t, POINTER, POINTER, ctypes.c_size_t)
+def VirtualQuery(address, information, length):
+    return _mapped.VirtualQuery(address, information, length)
+
+
+@fake("kernel32", DWORD, HANDLE, POINTER, POINTER, DWORD)
+def K32GetMappedFileNameW(process, address, name, size):
+    return _mapped.K32GetMappedFileNameW(process, address, name, size)
+
+
+@fake("kernel32", DWORD, c_wchar_p, POINTER, DWORD)
+def QueryDosDeviceW(name, target, size):
+    return _mapped.QueryDosDeviceW(name, target, size)
 
 
 class MemoryStatusEx(ctypes.Structure):

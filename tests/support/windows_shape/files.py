@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .errors import windows_error
+from .mapped_memory import posix_path
 
 ERROR_SHARING_VIOLATION, ERROR_ACCESS_DENIED = 32, 5
 # The end of a symbolic link's text where the link takes the part of a junction.
@@ -344,7 +345,7 @@ def _hiding(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(path: Any = ".", *args: Any, **options: Any) -> Any:
         if _is_hidden(path) and _called_from_shape():
             raise windows_error(3, path)
-        return function(path, *args, **options)
+        return function(posix_path(path), *args, **options)
 
     return call
 
