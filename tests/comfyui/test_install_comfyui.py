@@ -69,7 +69,7 @@ def test_where_links_are_refused_it_copies(comfyui, monkeypatch):
     def refuse(*_args, **_options):
         raise OSError("a required privilege is not held by the client")
 
-    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr(command, "link_folder", refuse)
     assert command.install(comfyui).how == "copied"
 
 
@@ -230,3 +230,41 @@ def test_a_junction_is_a_link_although_it_is_no_symbolic_link(tmp_path, monkeypa
     found = types.SimpleNamespace(st_mode=stat.S_IFDIR | 0o777, st_reparse_tag=0xA0000003)
     monkeypatch.setattr(os, "lstat", lambda path: found)
     assert installed_folder.is_link(tmp_path) and not installed_folder.is_marked(tmp_path)
+
+
+IN_THE_SHAPE = """
+import json, sys
+from pathlib import Path
+from carom.cli import main as cli
+from carom.core.common import held_files
+held_files.WAIT_SECONDS = 0.05
+comfyui, nodes = Path(sys.argv[1]), Path(sys.argv[1]) / "custom_nodes"
+def run(*options):
+    code = cli.main(["install-comfyui", str(comfyui), *options])
+    return code, sorted(path.name for path in nodes.iterdir()), sum(1 for _ in (nodes / "carom").rglob("*.py"))
+told = {"copied": run("--copy")}
+with open(nodes / "carom" / "core" / "common" / "sizes.py", encoding="utf-8"):
+    told["open"], told["open at uninstall"] = run("--copy"), run("--uninstall")
+told["again"], told["linked"], told["present"] = run("--copy"), run(), run()
+told["removed"] = run("--uninstall")
+print(json.dumps(told))
+"""
+
+
+def test_in_the_windows_shape_a_copy_and_a_junction_come_and_go_and_an_open_file_loses_nothing(
+    comfyui, windows_python
+):
+    renamed = comfyui.rename(comfyui.parent / "ComfyUI 模型")  # letters that code page 1252 lacks
+    done = windows_python("-c", IN_THE_SHAPE, str(renamed), symlinks=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    files = told["copied"][2]
+    assert told["copied"] == told["again"] == [0, ["carom", "other"], files] and files > 100
+    assert told["open"] == told["open at uninstall"] == [1, ["carom", "other"], files]
+    assert told["linked"][:2] == told["present"][:2] == [0, ["carom", "other"]]
+    assert told["removed"] == [0, ["other"], 0] and (command.source() / "core").is_dir()
+    assert (
+        r"\u6a21\u578b" in done.stdout
+        and "linked: " in done.stdout
+        and "may have a file of it open" in done.stderr
+    )
