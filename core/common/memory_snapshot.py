@@ -21,7 +21,8 @@ class Memory:
     allocations that have failed. ``retries``: the number of allocations that succeeded only after the allocator
     had emptied its cache. ``weights_only``: True where these bytes are a budget for weights alone and nothing
     else allocates from them. ``spills``: True where a full device becomes slow instead of refusing an
-    allocation (Windows).
+    allocation (Windows). ``in_host_memory``: the bytes of this process's device memory that the driver has put in
+    host memory instead, because the device was full.
     """
 
     total: int
@@ -31,6 +32,7 @@ class Memory:
     weights_only: bool = False
     retries: int = 0
     spills: bool = False
+    in_host_memory: int = 0
 
 
 def shares_host(total: int, host_total: int) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..common.errors import CaromError
+from ..host.probe import on_windows
 from .engine import Decoder, Engine
 from .peer_link import PeerLink
 from .runtime_library import runtime_library
@@ -98,6 +99,9 @@ class Runtime:
         self._record = bind("EventRecord", pointer, pointer)
         self._wait = bind("StreamWaitEvent", pointer, pointer, flags)
         self._query = bind("EventQuery", pointer)
+        self._query_stream = getattr(library, prefix + "StreamQuery", None)
+        if self._query_stream is not None:
+            self._query_stream.argtypes, self._query_stream.restype = (pointer,), ctypes.c_int
         self._synchronize = bind("EventSynchronize", pointer)
         self._last_error = bind("GetLastError")
         self._device_pointer = bind("HostGetDevicePointer", ctypes.POINTER(pointer), pointer, flags)
@@ -158,6 +162,14 @@ class Runtime:
         if code:
             self._failed(code, "EventQuery")
         return True
+
+    def flush(self, stream: int) -> None:
+        """Let the device begin the work on ``stream`` that the driver still holds back.
+
+        Querying a stream does that. An error that the query reports is found again by the next call.
+        """
+        if self._query_stream is not None and self._query_stream(stream):
+            self.forget_error()
 
     def synchronize(self, event: Event) -> None:
         """Block the host until ``event`` is reached."""
@@ -376,6 +388,28 @@ class RuntimeEngine(StreamEngine):
             self._runtime.synchronize(event)
 
 
+class FlushingEngine(RuntimeEngine):
+    """The engine on Windows, where the driver collects work before it hands it to the device (WDDM).
+
+    A prefetch that the driver held back would begin only when its weights are needed. So each copy and each decoding is
+    handed over at once.
+    """
+
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        found = super().copy_in(target, source, after, timed)
+        self._runtime.flush(self._in_raw)
+        return found
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        found = super().decode(decoder, wire, target, after, timed)
+        self._runtime.flush(self._decode_raw)
+        return found
+
+
 def runtime_engine(device: torch.device) -> RuntimeEngine | None:
     """Return the engine for a CUDA or HIP device, None if its runtime cannot be called directly.
 
@@ -387,7 +421,7 @@ def runtime_engine(device: torch.device) -> RuntimeEngine | None:
     if runtime is None:
         return None
     try:
-        engine = RuntimeEngine(device, runtime)
+        engine = (FlushingEngine if on_windows() else RuntimeEngine)(device, runtime)
         engine.prove()
         return engine
     except Exception as error:

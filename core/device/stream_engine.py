@@ -18,9 +18,11 @@ from ..common.memory_snapshot import Memory, shares_host
 from ..host.arena import Pinner
 from ..host.probe import HostMemory, host_memory, on_windows
 from ..plan.residency import GRAIN
+from . import wddm
 from .engine import Decoder, DefaultEngine, Engine
 from .peer_link import PeerLink
-from .system_pin_limit import system_pin_limit
+from .system_pinner import system_pinner
+from .video_memory import local_memory
 
 _LONGEST_HOLD = 0.25  # seconds; drivers of cards with a display end kernels that run for two seconds
 _CYCLES = 2e9  # clock cycles of a second, of fast cards; on slower ones `hold` takes longer
@@ -270,8 +272,9 @@ class StreamEngine(DefaultEngine):
 
     def _usable_bytes(self, free: int, of_host: Callable[[HostMemory], int]) -> int:
         """Return ``free``, the bytes that the runtime reports; on a device that shares host memory, the
-        host's free bytes.
+        host's free bytes. On Windows, no more than Windows leaves to this process.
         """
+        free = wddm.room(free, local_memory(self.device))
         if not self.shares_host:
             return free
         # CUDA counts the page cache as used, though the system frees it on demand. HIP may have a limit of
@@ -302,6 +305,7 @@ class StreamEngine(DefaultEngine):
         return Memory(
             min(total, free + reserved), free, cached, stats.get("num_ooms", 0),
             retries=stats.get("num_alloc_retries", 0), spills=on_windows(),
+            in_host_memory=wddm.in_host_memory(reserved, local_memory(self.device)),
         )  # fmt: skip
 
     def trim(self) -> None:
@@ -357,4 +361,4 @@ def runtime_pinner(device: torch.device) -> Pinner:
         if int(runtime.cudaHostUnregister(address)):
             forget_error(device)
 
-    return Pinner(register, unregister, system_pin_limit(device))
+    return system_pinner(Pinner(register, unregister), device, functools.partial(forget_error, device))

@@ -46,11 +46,15 @@ class Pinner:
     Both take an address; ``register`` also takes the bytes, and returns an error message or None.
     ``limit``: returns the system's limit on the pinned bytes of this process, None if there is none. Its argument is
     the number of bytes that the process has pinned.
+    ``allocate``: returns new page-aligned memory of a kind that the driver pins; raises MemoryError.
+    ``allocates_pinned``: whether that memory is pinned from its allocation to its end.
     """
 
     register: Callable[[int, int], str | None]
     unregister: Callable[[int], None]
     limit: Callable[[int], PinLimit | None] = no_limit
+    allocate: Callable[[int], memoryview] = allocate_pages
+    allocates_pinned: bool = False
 
 
 @dataclass(eq=False)
@@ -59,15 +63,19 @@ class Block:
 
     ``data``: uint8 CPU tensor of exactly the requested bytes. ``pinned``: whether the block is registered
     with the driver. ``registered_bytes``: the pinned bytes, which are whole pages.
+    ``from_driver``: whether the memory was allocated pinned, and stays so as long as it exists.
     """
 
     data: torch.Tensor
     pinned: bool
     registered_bytes: int
+    from_driver: bool = False
     _finalizer: Callable[[], None] | None = None
 
     def unpin(self) -> None:
-        """Unpin the memory; the bytes stay readable."""
+        """Unpin the memory; the bytes stay readable. Memory from the driver stays pinned, and is counted, until its last
+        reference goes.
+        """
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
@@ -152,7 +160,29 @@ class HostArena:
         system refuses.
         """
         self.made += 1
-        return Block(_as_tensor(allocate_pages(nbytes)), False, 0)
+        pinner = self._pinner
+        if pinner is None:
+            return Block(_as_tensor(allocate_pages(nbytes)), False, 0)
+        if pinner.allocates_pinned:
+            return self._allocate_pinned(pinner, nbytes) or Block(
+                _as_tensor(allocate_pages(nbytes)), False, 0
+            )
+        return Block(_as_tensor(pinner.allocate(nbytes)), False, 0)
+
+    def _allocate_pinned(self, pinner: Pinner, nbytes: int) -> Block | None:
+        """Return a block of memory that the driver allocates pinned; None if a limit or the driver refuses it."""
+        size = -(-nbytes // PAGE) * PAGE
+        if nbytes == 0 or self._take(size, self._system_limit()) is not None:
+            return None
+        try:
+            memory = pinner.allocate(nbytes)
+            weakref.finalize(memory.obj, _subtract, self._unpinned, size)
+        except BaseException as error:
+            _subtract(self._unpinned, size)
+            if isinstance(error, MemoryError):
+                return None
+            raise
+        return Block(_as_tensor(memory), False, size, from_driver=True)
 
     def pin(self, block: Block, spare: bool = False) -> bool:
         """Pin a filled block; return whether the block is pinned. A refused block stays pageable, and a note
@@ -166,6 +196,11 @@ class HostArena:
                 self.pageable_bytes += block.data.numel()
             return False
         size = -(-block.data.numel() // PAGE) * PAGE
+        if block.from_driver:
+            block.pinned = True
+            with self._lock:
+                self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._count())
+            return True
         system = self._system_limit()
         if not spare and (excess := self._excess(size, system)) > 0:
             self.reclaim(excess)
@@ -220,9 +255,14 @@ class HostArena:
 
 def _unregister(unpinned: deque[int], pinner: Pinner, address: int, size: int) -> None:
     """Unregister pinned memory, and let its bytes be subtracted. Takes no lock (see `HostArena._unpinned`)."""
+    _subtract(unpinned, size)
+    pinner.unregister(address)
+
+
+def _subtract(unpinned: deque[int], size: int) -> None:
+    """Let ``size`` pinned bytes be subtracted from the counts. Takes no lock."""
     unpinned.append(size)
     ALL_PINNED.release(size)
-    pinner.unregister(address)
 
 
 def _as_tensor(memory: memoryview) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..host.node_group import NodeGroup, together
 from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
 from ..plan.residency import Plan
-from . import registry
+from . import registry, settings
 from .assembly import assemble
 from .first_layout import lay_out_first
 from .lifetime import end, end_with_module
@@ -452,4 +452,7 @@ class Session:
     def _report(self) -> Report:
         held = self._parts.weights.holdings()
         manager = self._manager
-        return make_report(held, manager.layout, manager.host.arena, self._parts.engine.name)
+        engine = self._parts.engine
+        return make_report(
+            held, manager.layout, manager.host.arena, engine.name, settings.full_device_notes(engine)
+        )

@@ -9,7 +9,8 @@ from torch import nn
 from ..budget.device_governor import beside
 from ..budget.shared_budget import SharedBudget
 from ..common.errors import BudgetError, UnsupportedError
-from ..common.sizes import GIB, format_size, parse_size
+from ..common.sizes import GIB, MIB, format_size, parse_size
+from ..device import wddm
 from ..device.engine import Engine
 from ..host.kept_pieces import release_idle
 from ..host.page_release import MappedFiles
@@ -18,8 +19,8 @@ from ..placement.packer import Packing
 from .stream_settings import StreamSettings
 from .weight_pool import WeightPool
 
-# share of a GPU's free memory that a budget may take if allocations beyond it would use host memory
-DEDICATED = 0.95
+# Fewer bytes of device memory in host memory than these are not reported: sizes are rounded.
+_LEAST_IN_HOST_MEMORY = 64 * MIB
 
 
 def packing(asked: StreamSettings, engine: Engine, compiled: bool, pool: WeightPool) -> Packing | None:
@@ -100,12 +101,25 @@ def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, s
     """
     if engine.device.type != "cuda" or not on_windows():
         return budget, ""
-    dedicated = int(DEDICATED * (engine.free_bytes() + mine))
+    dedicated = wddm.weights_room(engine.free_bytes() + mine)
     if budget <= dedicated:
         return budget, ""
     return dedicated, (
         f"vram={format_size(budget)} is more than the card has free: Windows would put the rest into the host's memory, which "
         f"is slower than streaming it; {format_size(dedicated)} are used. Close other programs that use the card for more"
+    )
+
+
+def full_device_notes(engine: Engine) -> tuple[str, ...]:
+    """Return a note if the driver has put device memory of this process into host memory, as it does on Windows where the
+    device is full; else nothing.
+    """
+    memory = engine.memory() if on_windows() else None
+    if memory is None or memory.in_host_memory < _LEAST_IN_HOST_MEMORY:
+        return ()
+    return (
+        f"the card is full: Windows has put {format_size(memory.in_host_memory)} of this process's device memory into the "
+        "host's memory, which makes steps many times slower. Close other programs that use the card, or set a smaller vram",
     )
 
 

@@ -56,12 +56,15 @@ def stall_share(layout: Layout) -> float | None:
     return found.stall_seconds / found.seconds
 
 
-def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Report:
+def make_report(
+    held: Held, layout: Layout, arena: HostArena, device: str, notes: tuple[str, ...] = ()
+) -> Report:
     """Return the report on the steps so far under ``layout``. Waits for the device.
 
     ``held``: the device bytes.
     ``arena``: the session's host memory.
     ``device``: the engine's name.
+    ``notes``: notes on the device.
     """
     carving, plan, placement, meter = layout.carving, layout.plan, layout.placement, layout.meter
     with layout.streamer.lock:
@@ -119,7 +122,7 @@ def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Re
         pool=held.pool,
         pool_reason=held.pool_reason,
         kind="train" if figures.train else "infer",
-        notes=(*arena.notes, *placement.notes, *placement.tier.notes, *(disk.notes if disk else ())),
+        notes=(*notes, *arena.notes, *placement.notes, *placement.tier.notes, *(disk.notes if disk else ())),
         ram_budget_bytes=disk.ram_budget_bytes if disk else 0,
         ram_peak_bytes=disk.ram_peak_bytes if disk else 0,
         disk_bytes_per_step=figures.disk_bytes,

@@ -33,7 +33,7 @@ class StandIn:
             return call
 
         for name in ("EventCreateWithFlags", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "EventQuery",
-                     "EventSynchronize", "EventDestroy", "HostGetDevicePointer", "GetLastError"):  # fmt: skip
+                     "EventSynchronize", "EventDestroy", "HostGetDevicePointer", "GetLastError", "StreamQuery"):  # fmt: skip
             setattr(self, prefix + name, answer(name))
 
 
@@ -109,9 +109,9 @@ class Unpacks:
         self.launched.append("whole")
 
 
-def engine_over(calls: Calls) -> cuda_runtime.RuntimeEngine:
+def engine_over(calls: Calls, kind=cuda_runtime.RuntimeEngine) -> cuda_runtime.RuntimeEngine:
     """A `RuntimeEngine` without its device."""
-    engine = object.__new__(cuda_runtime.RuntimeEngine)
+    engine = object.__new__(kind)
     engine.device = torch.device("cuda", 0)
     engine._runtime, engine._current_device = calls, lambda: 0
     engine._raw_stream = lambda index: 30
@@ -131,6 +131,38 @@ def test_a_copy_waits_on_the_copy_stream_for_all_it_comes_after():
     assert [call[1:] for call in calls.made[:2]] == [(10, after[0]), (10, after[1])]
     assert calls.made[2][1:] == (target.data_ptr(), source.data_ptr(), 8, 10)
     assert calls.made[4][1:] == (event, 10)
+
+
+def test_on_windows_each_copy_and_each_decoding_is_handed_to_the_device_at_once():
+    calls, after = Calls(), [cuda_runtime.Event(1, [])]
+    engine = engine_over(calls, cuda_runtime.FlushingEngine)
+    source, target = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    event, _ = engine.copy_in(target, source, after, False)
+    assert calls.made[-2:] == [("record", event, 10), ("flush", 10)]
+    event, _ = engine.decode(Unpacks(True), source, target, after, False)
+    assert calls.made[-2:] == [("record", event, 40), ("flush", 40)]
+
+
+@pytest.mark.parametrize("code", [0, 600, 719])
+def test_a_flush_leaves_no_error_behind(code):
+    library = StandIn("cuda", fails="StreamQuery", code=code)
+    calls = cuda_runtime.Runtime(library, "cuda")
+    calls.flush(7)
+    assert library.cleared == bool(code)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_only_on_windows_copies_are_flushed(monkeypatch, windows):
+    made = []
+    for name in ("RuntimeEngine", "FlushingEngine"):
+        monkeypatch.setattr(
+            cuda_runtime, name, lambda *_, name=name: made.append(name) or SimpleNamespace(prove=lambda: None)
+        )
+    monkeypatch.setattr(cuda_runtime, "find", lambda: object())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+    monkeypatch.setattr(cuda_runtime, "on_windows", lambda: windows)
+    assert cuda_runtime.runtime_engine(torch.device("cuda", 0)) is not None
+    assert made == ["FlushingEngine" if windows else "RuntimeEngine"]
 
 
 @pytest.mark.parametrize("direct", [True, False])
