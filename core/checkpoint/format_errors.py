@@ -36,11 +36,15 @@ def refuse_other_formats(start: bytes, path: str) -> None:
 
 def pickle_error(path: str) -> UnsupportedError:
     """Return the error for a pickle checkpoint, with a command that converts the file to safetensors."""
+    # Double quotes mean the same in bash, cmd and PowerShell, except around what a shell would replace. repr would double
+    # the backslashes of Windows.
+    plain = path.isprintable() and not set(path) & set('"$`%!')
+    argument = f'"{path}"' if plain else repr(path)
     return UnsupportedError(
         f"{path}: a pickle checkpoint. Loading one can run any code, so Carom never opens it. Convert it once, on a "
         'machine you trust it on: python -c "import sys, torch, safetensors.torch as s; w = torch.load(sys.argv[1], '
         "map_location='cpu', weights_only=True); w = w.get('state_dict', w); s.save_file({k: v.clone().contiguous() "
-        f"for k, v in w.items() if torch.is_tensor(v)}}, sys.argv[2], {{'format': 'pt'}})\" {path!r} model.safetensors"
+        f"for k, v in w.items() if torch.is_tensor(v)}}, sys.argv[2], {{'format': 'pt'}})\" {argument} model.safetensors"
     )
 
 

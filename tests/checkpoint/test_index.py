@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from carom.core.checkpoint import header as header_module
+from carom.core.checkpoint.format_errors import pickle_error
 from carom.core.checkpoint.header import DTYPE_BITS, parse_header
 from carom.core.checkpoint.index import _TORCH_DTYPES, open_index
 from carom.core.common.errors import UnsupportedError, WeightsError
@@ -396,6 +397,18 @@ def test_hostile_map_is_refused_in_words(value: object, words: str, tmp_path: Pa
     put_map(tmp_path, value)
     with pytest.raises(WeightsError, match=words):
         open_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "argument"),
+    [
+        (r"C:\my models\a.pt", r'"C:\my models\a.pt"'),
+        ("$(reboot).pt", "'$(reboot).pt'"),
+        ("a\n.pt", r"'a\n.pt'"),
+    ],
+)
+def test_the_command_that_converts_a_pickle_has_its_path_quoted_for_every_shell(path: str, argument: str):
+    assert str(pickle_error(path)).endswith(f" {argument} model.safetensors")
 
 
 def test_map_to_pickles_is_refused_with_the_way_out(tmp_path: Path):
