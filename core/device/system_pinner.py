@@ -14,7 +14,7 @@ from ..host.arena import Pinner
 from ..host.pin_limit import PinLimit
 from ..host.probe import host_memory, is_wsl, on_windows
 from . import wddm
-from .pin_ways import PinWays, driver_pinner, ways
+from .pin_ways import PinTrial, PinWays, driver_pinner, ways
 from .runtime_library import runtime_library
 from .video_memory import shared_memory
 from .wsl_pins import find_pin_limit
@@ -43,6 +43,13 @@ def windows_limit(device: torch.device, pinned: int) -> PinLimit:
 # What was found in this process.
 _ways: dict[torch.device, PinWays] = {}
 _wsl_limits: dict[torch.device, PinLimit | None] = {}
+
+
+def tried_ways(device: torch.device) -> tuple[PinTrial, ...]:
+    """Return the results of all ways to get pinned memory for ``device``; empty where there is only one way, as on
+    systems other than Windows, or no pinner was made for the device.
+    """
+    return tuple(_ways[device].trials()) if device in _ways else ()
 
 
 def pin_ways(registering: Pinner, device: torch.device, forget_error: Callable[[], None]) -> PinWays:

@@ -16,7 +16,9 @@ import tests_stand_in_machines as stand_in
 import torch
 from carom.core.checkpoint import direct_io, direct_io_windows
 from carom.core.common.sizes import GIB, MIB
+from carom.core.device.pin_ways import PinTrial
 from carom.core.host import probe
+from carom.core.host.pin_limit import PinLimit
 from carom.core.session import settings
 from carom.tools.doctor import diagnosis, extras, hardware
 from tests_fake_kernel32 import FakeKernel32
@@ -350,3 +352,16 @@ def test_kvikio_needs_its_kernel_module(monkeypatch, tmp_path):
     found = extras.probe_kvikio(gpu_of().kind, str(tmp_path / "stats"))
     assert found.usable and "never yet proven on hardware" in found.reason
     assert not extras.probe_kvikio(None).usable
+
+
+def test_the_ways_of_pinning_and_its_limit_are_said_where_a_system_has_them():
+    def said(**changes):
+        return {f.topic: (f.verdict, f.value) for f in diagnosis.diagnose(whole(gpu_of(**changes)))}
+
+    assert not {"ways of pinning", "pinned limit"} & set(said())
+    heap, section = PinTrial("heap", None, 3e9), PinTrial("section", "error 801", 0.0)
+    limit = PinLimit(int(12.8 * GIB), "Windows says so")
+    found = said(pin_trials=(heap, section), pin_limit=limit)
+    assert found["ways of pinning"] == ("good", "heap: 3.0 GB/s; section: refused (error 801)")
+    assert "12.80 GiB" in found["pinned limit"][1] and "Windows says so" in found["pinned limit"][1]
+    assert said(pin_trials=(section,))["ways of pinning"][0] == "poor"

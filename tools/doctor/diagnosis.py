@@ -113,7 +113,7 @@ def _gpu(hardware: Hardware) -> list[Finding]:
     driver = f"driver {gpu.driver}" if gpu.driver else "driver version not visible"
     found = [
         Finding("GPU", f"{gpu.name}, {gpu.capability}, {driver}", *_capability(gpu), {"name": gpu.name, "capability": gpu.capability, "driver": gpu.driver}),
-        _vram(gpu), _link(gpu), _pageable(gpu), _compute(gpu), *_host(gpu), _pinning_speed(gpu),
+        _vram(gpu), _link(gpu), _pageable(gpu), _compute(gpu), *_host(gpu), _pinning_speed(gpu), *_pins(gpu),
     ]  # fmt: skip
     found += [
         Finding(f"probe of {name}", reason, "poor", "free VRAM or RAM and run carom doctor again")
@@ -249,6 +249,31 @@ def _pinning_speed(gpu: Gpu) -> Finding:
         )
     value = f"{rate(gpu.pin_rate)} by allocation, {rate(gpu.register_rate)} by registering memory in use"
     return Finding("pinning", value, "info", "costs time once, when a model is loaded", data)
+
+
+def _pins(gpu: Gpu) -> list[Finding]:
+    """Return the findings on the ways to get pinned memory and on its limit, where the system has several or sets one."""
+    found = []
+    if gpu.pin_trials:
+        works = any(trial.refusal is None for trial in gpu.pin_trials)
+        value = "; ".join(
+            f"{trial.name}: {rate(trial.rate) if trial.refusal is None else f'refused ({trial.refusal})'}"
+            for trial in gpu.pin_trials
+        )
+        remedy = NOTHING if works else "update the driver; until then all weights wait in pageable memory"
+        data = {"trials": [asdict(trial) for trial in gpu.pin_trials]}
+        found.append(Finding("ways of pinning", value, "good" if works else "poor", remedy, data))
+    if gpu.pin_limit is not None:
+        found.append(
+            Finding(
+                "pinned limit",
+                f"{format_size(gpu.pin_limit.nbytes)}: {gpu.pin_limit.reason}",
+                "info",
+                "further weights wait in pageable memory, and their copies are slower; close other programs that use the GPU",
+                asdict(gpu.pin_limit),
+            )
+        )
+    return found
 
 
 def _memory(hardware: Hardware) -> list[Finding]:

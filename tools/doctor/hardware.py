@@ -18,11 +18,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from ...core.common.sizes import MIB
 from ...core.host import probe as host_probe
+from ...core.host.pin_limit import ALL_PINNED, PinLimit
 from ...core.host.probe import DiskRate, HostMemory
 from .extras import OptionalBackend, probe_aimdo, probe_kvikio
+
+if TYPE_CHECKING:
+    from ...core.device.pin_ways import PinTrial
 
 LINK_SIZES = tuple(mib * MIB for mib in (1, 8, 32, 128))  # bytes of the timed copies of pinned memory
 PAGEABLE_SIZE = 32 * MIB  # bytes of the timed copy of pageable memory
@@ -69,7 +74,8 @@ class Gpu:
 
     `kind`: "cuda" or "rocm"; `used_by_others`: VRAM held by other programs; `flops_by_shape`: FLOP/s of a
     linear layer for each (tokens, inputs, outputs); `pin_rate` and `register_rate`: host memory pinned by
-    allocation, and by registration; `failures`: name of a probe -> why the probe failed.
+    allocation, and by registration; `pin_trials`: the ways to get pinned memory that were tried (Windows); `pin_limit`:
+    the system's limit of pinned memory, None if it sets none; `failures`: name of a probe -> why the probe failed.
     """
 
     index: int
@@ -91,6 +97,8 @@ class Gpu:
     # Seconds that Python takes to issue the forward of a transformer block.
     layer_seconds: float | None = None
     failures: dict[str, str] = field(default_factory=dict)
+    pin_trials: tuple[PinTrial, ...] = ()
+    pin_limit: PinLimit | None = None
 
     def link_rate(self, direction: str = "to device", pinned: bool = True) -> float | None:
         """Return the highest rate in bytes/s over the measured copy sizes; None where none was measured."""
@@ -349,6 +357,23 @@ def _pin_rates(torch, size: int) -> tuple[float, float | None]:
     return size / took, size / registered
 
 
+def _pins(device) -> tuple[tuple[PinTrial, ...], PinLimit | None]:
+    """Return the ways to get pinned memory that were tried, and the system's limit of pinned memory."""
+    from ...core.device.stream_engine import runtime_pinner
+    from ...core.device.system_pinner import tried_ways
+
+    limit = runtime_pinner(device).limit(ALL_PINNED.nbytes)
+    return tried_ways(device), limit
+
+
+def _free(device, free: int) -> int:
+    """Return the bytes of the card that this process can allocate, where the driver reports ``free``."""
+    from ...core.device import wddm
+    from ...core.device.video_memory import local_memory
+
+    return wddm.room(free, local_memory(device))
+
+
 def probe_gpu(memory: HostMemory) -> Gpu:
     """Measure the current CUDA or ROCm device in about 2 s, with at most 1 GiB of its memory.
 
@@ -386,11 +411,12 @@ def probe_gpu(memory: HostMemory) -> Gpu:
         # Pinning is timed on at most 256 MiB, and on less where little RAM is free.
         size = max(MIB, min(256 * MIB, memory.available // 16))
         pin = attempt("pinning", lambda: _pin_rates(torch, size)) or (None, None)
+        trials, limit = attempt("the ways of pinning", lambda: _pins(device)) or ((), None)
         torch.cuda.empty_cache()  # cached memory of the probes would count as used by this process later
     return Gpu(
-        index, properties.name, "rocm" if hip else "cuda", driver_version(), capability, total, free, before,
+        index, properties.name, "rocm" if hip else "cuda", driver_version(), capability, total, _free(device, free), before,
         link, combined_rate(by_shape) if by_shape else None, by_shape, "bf16" if bf16 else "fp16",
-        memory_rate, pin[0], pin[1], launch, layer, failures,
+        memory_rate, pin[0], pin[1], launch, layer, failures, trials, limit,
     )  # fmt: skip
 
 
