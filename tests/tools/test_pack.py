@@ -19,7 +19,7 @@ from carom.core.checkpoint.direct_io import ALIGN
 from carom.core.checkpoint.index import open_index
 from carom.core.checkpoint.load_file import load_file
 from carom.core.common.errors import UnsupportedError, WeightsError
-from carom.tools.pack import output_file, writer
+from carom.tools.pack import journal, output_file, writer
 from carom.tools.pack.journal import PackError
 from carom.tools.pack.use_order import natural_key, order_from_file, order_of_use
 from carom.tools.pack.verify import verify_packed
@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file
-from tests_held_open import windows_error
+from tests_held_open import HeldOpen, windows_error
 
 
 def llama(layers: int = 3, hidden: int = 48) -> dict[str, torch.Tensor]:
@@ -297,6 +297,38 @@ def test_a_program_that_holds_the_finished_file_for_a_moment_does_no_harm(
     hold_results(monkeypatch, times=2)
     pack(source, tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == [name, "source.safetensors"]
+
+
+def test_a_program_that_holds_a_file_of_the_work_folder_for_a_moment_leaves_no_folder(
+    source: Path, tmp_path: Path, monkeypatch
+):
+    held = HeldOpen(monkeypatch)
+
+    def hold_journal(done: int, total: int) -> None:
+        if done == total:
+            held.hold(work_folder(tmp_path) / "journal.jsonl", times=1)
+
+    pack(source, tmp_path / "packed.safetensors", progress=hold_journal)
+    assert held.refused == 1 and sorted(os.listdir(tmp_path)) == ["packed.safetensors", "source.safetensors"]
+
+
+def test_an_unfinished_file_that_is_held_for_a_moment_is_gone_on_with(
+    source: Path, tmp_path: Path, monkeypatch
+):
+    with pytest.raises(Stop):
+        pack(source, tmp_path / "packed.safetensors", progress=stop_at(0.5))
+    refused = []
+
+    def opened(path, *rest, **options):
+        if path not in refused:
+            refused.append(path)
+            raise windows_error(32, path)
+        return open(path, *rest, **options)
+
+    for module in (output_file, journal):
+        monkeypatch.setattr(module, "open", opened, raising=False)
+    pack(source, tmp_path / "packed.safetensors")
+    assert len(refused) == 2 and same(load_file(tmp_path / "packed.safetensors"), llama())
 
 
 def test_a_program_that_keeps_the_finished_file_is_named_and_the_next_run_goes_on(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.common.errors import CaromError
-from ...core.common.held_files import unlink
+from ...core.common.held_files import retry_while_in_use, unlink
 from .file_layout import WrittenTensor
 
 
@@ -53,7 +53,7 @@ class WorkFolder:
         self.output = os.path.join(self.path, "output")
         self._journal_path = os.path.join(self.path, "journal.jsonl")
         os.makedirs(self.output, exist_ok=True)
-        self._file = open(self._journal_path, "a+b", buffering=0)  # noqa: SIM115 - held until closed
+        self._file = retry_while_in_use(lambda: open(self._journal_path, "a+b", buffering=0))  # noqa: SIM115
         try:
             self._lock()
             self.records = self._load(fingerprint)
@@ -130,4 +130,7 @@ class WorkFolder:
     def remove(self) -> None:
         """Unlock the folder and delete it."""
         self._file.close()
-        shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            retry_while_in_use(lambda: shutil.rmtree(self.path))
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import struct
 
+from ...core.common.held_files import retry_while_in_use
+
 # Number of written bytes after which the file is synced. This limits dirty pages in the page cache, and the
 # finished work that is lost if the process is killed.
 SYNC_BYTES = 64 << 20
@@ -20,7 +22,8 @@ class OutputFile:
     """
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "r+b" if os.path.exists(path) else "w+b", buffering=0)  # noqa: SIM115
+        mode = "r+b" if os.path.exists(path) else "w+b"
+        self._file = retry_while_in_use(lambda: open(path, mode, buffering=0))  # noqa: SIM115
         self.at = self.unsynced = self.uncommitted = 0
 
     def resume(self, at: int) -> None:
