@@ -191,7 +191,8 @@ class JobOffload:
         offloading. A merge would write all weights to host memory.
         """
         self.ready()
-        if getattr(network, "can_merge_in", False) and any(a.trains and a.on_disk for a in self.attachments):
+        may_stream_from_disk = self.policy.disk is not None and getattr(network, "can_merge_in", False)
+        if may_stream_from_disk and any(a.trains and a.on_disk for a in self.attachments):
             network.can_merge_in = False
             self.say("samples are made without merging the network, because the model streams from disk")
 

@@ -57,13 +57,16 @@ class JobReports:
             self.told = True
             self._say(f"step {step}: " + "; ".join(lines))
 
-    def write(self, folder: str | os.PathLike[str], job: str, *, pictures: bool) -> Path | None:
+    def write(
+        self, folder: str | os.PathLike[str], job: str, *, pictures: bool, kept: bool = False
+    ) -> Path | None:
         """Write the report, and with ``pictures`` timelines and traces of models that stream, to the job's output ``folder``.
 
+        ``kept``: whether the present reports are kept already, as after `progress`. A report waits for the device.
         Returns the folder of the written files, None if nothing was written. A failure, such as a full disk, is printed
         into the job's log and raises nothing.
         """
-        for attachment in self._attachments:
+        for attachment in () if kept else self._attachments:
             self.keep(attachment)
         if not self._reports:
             return None

@@ -233,7 +233,7 @@ def _sample(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     if job is not None:
         job.sampling(getattr(self, "network", None))
         job.reports.progress(args[0] if args else kwargs.get("step"))
-        job.reports.write(self.save_root, self.job.name, pictures=False)
+        job.reports.write(self.save_root, self.job.name, pictures=False, kept=True)
     return original(self, *args, **kwargs)
 
 
