@@ -155,6 +155,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit-s", type=float, default=560, help="seconds within which the run ends")
     parser.add_argument("--json", type=Path, help="keep the record here")
     parser.add_argument("--logs", type=Path, help="keep the jobs' logs in this folder")
+    parser.add_argument(
+        "--host-profile", action="store_true",
+        help="samples, saves and some steps run under cProfile; files *.prof in the folder of --logs; no times to report",
+    )  # fmt: skip
     parser.add_argument("--work", help="where models and outputs go; removed afterwards (default: temporary)")
     parser.add_argument("--tiny", action="store_true", help="a model of 20 M parameters, 64 pixels")
     parser.add_argument(
@@ -371,12 +375,16 @@ class Bench:
         file = job(name, config, self.shape, self.folder, budget, steps, model)
         path.write_text(json.dumps(file), encoding="utf-8")
         began, start = time.monotonic(), time.time()
-        code = self._ready.run(path, log, {"CAROM_BENCH_OUT": str(told)}, self.time_limit.left_s(600))
+        settings = {"CAROM_BENCH_OUT": str(told)}
+        if self.arguments.host_profile:
+            settings["CAROM_BENCH_PROFILE"] = "1"
+        code = self._ready.run(path, log, settings, self.time_limit.left_s(600))
         ended = time.time()
         text = log.read_text(encoding="utf-8", errors="replace")
         if self.arguments.logs:
             self.arguments.logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(log, self.arguments.logs / log.name)
+            for source in (log, *self.folder.glob(f"{told.name}.*.prof")):
+                shutil.copy(source, self.arguments.logs / source.name)
         steps_done = json.loads(told.read_text(encoding="utf-8"))["steps"] if told.exists() else []
         result: dict[str, Any] = {"job_s": time.monotonic() - began, "steps_done": len(steps_done)}
         result["carom_lines"] = re.findall(

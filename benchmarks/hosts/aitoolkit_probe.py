@@ -5,12 +5,16 @@ When the process of the job ends, in any way, the records are written as JSON to
 Between steps the probe reads a clock and, rarely, counters. It changes nothing, and waits only where the trainer
 waits, but for the last two steps of a job that is long enough: those run under torch's profiler, and their times are
 not counted. device_time.py lies beside this file.
+
+If CAROM_BENCH_PROFILE is set, samples, saves and some steps run under cProfile, which makes them slower. What it finds is
+written beside the records, as KIND.STEPS.prof.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import functools
 import json
 import os
@@ -24,6 +28,7 @@ from .device_time import DeviceTime
 PROFILED = 2  # steps at the end of a job
 WARM = 5  # number of steps before the figures begin
 LAST = 14  # number of stack frames kept of a failed step
+HOST_PROFILED = range(WARM + 2, WARM + 4)  # steps of which CAROM_BENCH_PROFILE profiles the host
 
 
 def memory() -> dict:
@@ -92,7 +97,8 @@ def watch(process) -> dict:
         told.setdefault("first_step", time.time())
         begin = time.perf_counter()
         try:
-            losses = plain(*args, **kwargs)
+            with host_profile("step", index, index in HOST_PROFILED):
+                losses = plain(*args, **kwargs)
         except Exception as error:
             told["failed_steps"].append(failure(index, error))
             raise
@@ -124,6 +130,18 @@ def profiling(told: dict):
     told["profiling_s"] += time.perf_counter() - begin
 
 
+@contextlib.contextmanager
+def host_profile(kind: str, index: int, wanted: bool = True):
+    """Run the block under cProfile, if that was asked for and ``wanted``."""
+    if not (wanted and os.environ.get("CAROM_BENCH_PROFILE")):
+        yield
+        return
+    profile = cProfile.Profile()
+    with profile:
+        yield
+    profile.dump_stats(f"{os.environ['CAROM_BENCH_OUT']}.{kind}.{index}.prof")
+
+
 def paused(told: dict, kind: str, plain):
     """Return ``plain``, a method of the process that runs between steps, so that each call is noted in ``told``."""
 
@@ -131,7 +149,8 @@ def paused(told: dict, kind: str, plain):
     def call(*args, **kwargs):
         begin = time.perf_counter()
         try:
-            return plain(*args, **kwargs)
+            with host_profile(kind, len(told["steps"])):
+                return plain(*args, **kwargs)
         finally:
             # [kind, number of steps before the call, begin, end]
             told["pauses"].append([kind, len(told["steps"]), begin, time.perf_counter()])
