@@ -54,10 +54,10 @@ def _stream(
     make_pin_room(comfyui_api.module_bytes(root))
     options: dict[str, Any] = {
         "device": device, "vram": budget, "granularity": settings.granularity, "codec": settings.codec,
-        "peers": peers_of(settings, device), "compiled": compiled, "pins": comfyui_api.pin_room(),
+        "peers": peers_of(settings, device), "compiled": compiled,
     }  # fmt: skip
     if share.whole:
-        return stream(root, ram=share.nbytes, **options)
+        return stream(root, ram=share.nbytes, pins=comfyui_api.pin_room(), **options)
     if device.type == "cpu":
         give_large_blocks_back()  # else what computing takes beside the weights exceeds any bound
     # With less RAM than streams at least, the weights stream from disk also where the cache then holds all of them:

@@ -300,12 +300,15 @@ class StreamEngine(DefaultEngine):
         free = self._usable_bytes(free, lambda host: host.usable)
         stats = self._api.memory_stats(self.device)
         reserved = stats.get("reserved_bytes.all.current", 0)
+        # What has to return to the card before anything else may take its memory.
+        in_host = wddm.in_host_memory(reserved, local_memory(self.device))
+        free = max(0, free - in_host)
         cached = reserved - stats.get("allocated_bytes.all.current", 0)
         # Memory that other programs hold is not counted in the total, as this process cannot use it.
         return Memory(
             min(total, free + reserved), free, cached, stats.get("num_ooms", 0),
             retries=stats.get("num_alloc_retries", 0), spills=on_windows(),
-            in_host_memory=wddm.in_host_memory(reserved, local_memory(self.device)),
+            in_host_memory=in_host,
         )  # fmt: skip
 
     def trim(self) -> None:

@@ -176,6 +176,12 @@ def test_free_memory_of_the_card_is_what_windows_leaves_to_this_process(windows)
     assert (memory.free, memory.total, memory.in_host_memory) == (3 * GIB, 4 * GIB, 0)
 
 
+def test_memory_of_the_card_is_not_free_while_bytes_in_host_memory_have_to_return_there(windows):
+    windows(Card(NAME, 8 * GIB, local=(7 * GIB, 6 * GIB)))
+    memory = engine_of(7 * GIB, 2 * GIB, 8 * GIB).memory()
+    assert (memory.free, memory.in_host_memory) == (0, GIB)
+
+
 def test_the_report_says_when_device_memory_lies_in_host_memory(windows):
     card = Card(NAME, 8 * GIB, local=(7 * GIB, 7 * GIB), shared=(16 * GIB, 4 * GIB))
     windows(card)

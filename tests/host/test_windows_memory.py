@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +155,37 @@ def test_what_may_not_be_pinned_waits_in_pageable_memory(monkeypatch):
     assert 0 < report.pinned_bytes <= 2 * PAGE and report.pageable_bytes > 0
     assert any("the system's limit" in note for note in report.notes)
     assert not any("RAM budget" in note for note in report.notes)
+
+
+IN_THE_SHAPE = """
+import json, sys, torch, carom
+from carom.core.session import settings
+from carom.core.host import probe
+from carom.nodes import comfyui_api
+from safetensors.torch import load_file, save_file
+
+save_file({"w": torch.zeros(1 << 18)}, sys.argv[1])
+module = torch.nn.Linear(256, 256, bias=False)
+read = torch.nn.Module()
+read.w = torch.nn.Parameter(load_file(sys.argv[1])["w"])
+memory = probe.host_memory()
+print(json.dumps({
+    "windows": memory.windows, "total": memory.total, "commit": memory.commit_left,
+    "auto": settings.ram_budget("auto"), "ComfyUI": comfyui_api.ram_limit("auto", 0),
+    "waiting": settings.waiting_bytes(module), "mapped": settings.waiting_bytes(read),
+}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the shape is made on Linux")
+def test_the_budgets_of_a_machine_with_32_gib(windows_python, tmp_path):
+    # Total, available, commit limit and what it leaves, in MiB.
+    done = windows_python("-c", IN_THE_SHAPE, str(tmp_path / "w"), memory="32768,25600,40960,28672")
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["windows"] and seen["total"] == 32 * GIB and seen["commit"] <= 28 * GIB
+    on_linux = probe.usable_memory(32 * GIB, 25 * GIB, None, None)[2]
+    assert seen["ComfyUI"] == pytest.approx(on_linux, rel=0.1)
+    assert seen["auto"] == pytest.approx(0.8 * 25 * GIB, rel=0.1)
+    # What integrated GPUs may take instead: weights in private memory, not those of a mapped file.
+    assert (seen["waiting"], seen["mapped"]) == (256 * 256 * 4, 0)
