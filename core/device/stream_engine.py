@@ -22,7 +22,7 @@ from . import wddm
 from .engine import Decoder, DefaultEngine, Engine
 from .peer_link import PeerLink
 from .system_pinner import system_pinner
-from .video_memory import local_memory
+from .video_memory import integrated_memory, local_memory
 
 _LONGEST_HOLD = 0.25  # seconds; drivers of cards with a display end kernels that run for two seconds
 _CYCLES = 2e9  # clock cycles of a second, of fast cards; on slower ones `hold` takes longer
@@ -274,9 +274,9 @@ class StreamEngine(DefaultEngine):
         """Return ``free``, the bytes that the runtime reports; on a device that shares host memory, the
         host's free bytes. On Windows, no more than Windows leaves to this process.
         """
-        free = wddm.room(free, local_memory(self.device))
         if not self.shares_host:
-            return free
+            return wddm.room(free, local_memory(self.device))
+        free = wddm.room(free, integrated_memory(self.device))
         # CUDA counts the page cache as used, though the system frees it on demand. HIP may have a limit of
         # its own.
         host = of_host(host_memory())
@@ -301,7 +301,7 @@ class StreamEngine(DefaultEngine):
         stats = self._api.memory_stats(self.device)
         reserved = stats.get("reserved_bytes.all.current", 0)
         # What has to return to the card before anything else may take its memory.
-        in_host = wddm.in_host_memory(reserved, local_memory(self.device))
+        in_host = 0 if self.shares_host else wddm.in_host_memory(reserved, local_memory(self.device))
         free = max(0, free - in_host)
         cached = reserved - stats.get("allocated_bytes.all.current", 0)
         # Memory that other programs hold is not counted in the total, as this process cannot use it.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..host.probe import on_windows
-from . import dxgi
+from . import dxgi, wddm
 from .wddm import Segment
 
 logger = logging.getLogger("carom")
@@ -26,6 +26,11 @@ def shared_memory(device: torch.device) -> Segment | None:
     """Return what this process may use and uses of host memory for ``device`` now, as DXGI says; None if it does not."""
     adapter = adapter_of(device)
     return None if adapter is None else adapter.shared()
+
+
+def integrated_memory(device: torch.device) -> Segment | None:
+    """Return what this process may use and uses of the memory of ``device``, an integrated GPU, as DXGI says."""
+    return wddm.together(local_memory(device), shared_memory(device))
 
 
 def adapter_of(device: torch.device) -> dxgi.Adapter | None:

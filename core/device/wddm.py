@@ -54,6 +54,13 @@ def room(free: int, local: Segment | None) -> int:
     return free if local is None else min(free, max(0, local.budget - local.usage))
 
 
+def together(local: Segment | None, shared: Segment | None) -> Segment | None:
+    """Return both kinds of memory as one, for an integrated GPU, which computes in either; None if one is unknown."""
+    if local is None or shared is None:
+        return None
+    return Segment(local.budget + shared.budget, local.usage + shared.usage)
+
+
 def weights_room(free: int) -> int:
     """Return how many of ``free`` bytes of the card's own memory weights may take beside the desktop."""
     return min(int(CARD_SHARE * free), max(free // 2, free - DESKTOP))

@@ -182,6 +182,18 @@ def test_memory_of_the_card_is_not_free_while_bytes_in_host_memory_have_to_retur
     assert (memory.free, memory.in_host_memory) == (0, GIB)
 
 
+def test_an_integrated_gpu_uses_shared_memory_as_its_own(windows, monkeypatch):
+    windows(Card(NAME, 512 * MIB, local=(400 * MIB, 100 * MIB), shared=(16 * GIB, GIB)))
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    host = SimpleNamespace(free=20 * GIB, usable=14 * GIB)
+    monkeypatch.setattr(stream_engine, "host_memory", lambda: host)
+    engine = engine_of(GIB, 18 * GIB, 20 * GIB)
+    engine.shares_host = True
+    assert engine.free_bytes() == 15 * GIB + 300 * MIB
+    memory = engine.memory()
+    assert (memory.free, memory.in_host_memory) == (14 * GIB, 0)
+
+
 def test_the_report_says_when_device_memory_lies_in_host_memory(windows):
     card = Card(NAME, 8 * GIB, local=(7 * GIB, 7 * GIB), shared=(16 * GIB, 4 * GIB))
     windows(card)
