@@ -55,7 +55,7 @@ class PinnedTensors:
             if end + size <= room:
                 places[key], end = end, end + size
         arena = self._arena_for(device) if end else None
-        if arena is None or not arena.can_pin:
+        if arena is None or not arena.has_room(end):  # nothing is copied for a pin that would be refused
             return set()
         try:
             block = arena.allocate(end)

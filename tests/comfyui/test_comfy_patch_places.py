@@ -12,6 +12,7 @@ import tests_comfy_stand_in as stand_in
 import torch
 from carom.benchmarks.hosts.comfy_patches import HostReads
 from carom.core.host.arena import Pinner
+from carom.core.host.pin_limit import PinLimit
 from carom.core.streaming.pass_retry import OutOfMemory
 from carom.nodes import pinned_tensors
 from carom.nodes.node_settings import Settings
@@ -149,6 +150,20 @@ def test_patches_are_pinned_within_comfyuis_limit(pins, full_device, most):
 def test_no_patch_is_pinned_where_the_machines_memory_is_short(pins, full_device, monkeypatch):
     short = dataclasses.replace(pinned_tensors.host_memory(), usable=0)
     monkeypatch.setattr(pinned_tensors, "host_memory", lambda: short)
+    chain = [(lora(1), 1.0)]
+    loaded = load(make(), chain)
+    assert pins.TOTAL_PINNED_MEMORY == 0 and torch.equal(step(loaded), stock(chain))
+
+
+def test_no_patch_is_copied_for_a_pin_that_the_system_refuses(pins, full_device, monkeypatch):
+    full = Pinner(lambda a, n: None, lambda a: None, lambda pinned: PinLimit(0, "the system's limit"))
+    monkeypatch.setattr(pinned_tensors, "pinner_of", lambda device: full)
+
+    class Arena(pinned_tensors.HostArena):
+        def allocate(self, nbytes: int) -> Any:
+            pytest.fail("memory was allocated")
+
+    monkeypatch.setattr(pinned_tensors, "HostArena", Arena)
     chain = [(lora(1), 1.0)]
     loaded = load(make(), chain)
     assert pins.TOTAL_PINNED_MEMORY == 0 and torch.equal(step(loaded), stock(chain))

@@ -18,6 +18,8 @@ from carom.core.host import commit_memory, probe
 from carom.core.host.arena import HostArena, Pinner
 from carom.core.host.pin_limit import ALL_PINNED, PinLimit
 from carom.core.session import settings
+from carom.core.session.session import Session
+from carom.core.session.stream_settings import StreamSettings
 
 PAGE = 1 << 16
 
@@ -154,6 +156,19 @@ def test_what_may_not_be_pinned_waits_in_pageable_memory(monkeypatch):
             report = session.report()
     assert 0 < report.pinned_bytes <= 2 * PAGE and report.pageable_bytes > 0
     assert any("the system's limit" in note for note in report.notes)
+    assert not any("RAM budget" in note for note in report.notes)
+
+
+def test_the_limit_of_a_host_program_bounds_pins_and_not_the_ram():
+    net, x = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6))), torch.ones(2, 128)
+    asked = StreamSettings(
+        device=carom.SimulatedDevice(), vram=3 * 4 * 129 * 128, ram="1GiB", pins=2 * PAGE, codec="raw"
+    )
+    with torch.no_grad(), Session(net, asked) as session:
+        net(x)
+        report = session.report()
+    assert 0 < report.pinned_bytes <= 2 * PAGE and report.pageable_bytes > 0
+    assert any("the host program's limit of pinned memory" in note for note in report.notes)
     assert not any("RAM budget" in note for note in report.notes)
 
 
