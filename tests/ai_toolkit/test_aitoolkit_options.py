@@ -248,6 +248,7 @@ def test_the_warning_has_letters_that_the_logs_code_page_lacks_in_escaped_form(c
     assert done.returncode == 0 and r"OSError: \u6a21" in done.stdout, done.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script takes the part of Python")
 def test_the_environment_of_the_checkout_is_asked_for_carom_and_told_the_command_that_puts_it_there(
     checkout, carom_cli, root
 ):

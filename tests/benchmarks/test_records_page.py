@@ -14,22 +14,24 @@ from carom.benchmarks.results.readme_part import END, GENERATED, START, readme_p
 from carom.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-INDEX = json.loads((ROOT / "benchmarks" / "records" / "index.json").read_text())
+INDEX = json.loads((ROOT / "benchmarks" / "records" / "index.json").read_text("utf-8"))
 
 
 def test_the_committed_page_is_the_generated_one():
-    assert (ROOT / "docs" / "performance.md").read_text() == page(INDEX), "run `carom bench --write-docs`"
+    assert (ROOT / "docs" / "performance.md").read_text("utf-8") == page(INDEX), (
+        "run `carom bench --write-docs`"
+    )
 
 
 def test_the_table_in_the_readme_is_the_generated_one():
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text("utf-8")
     if GENERATED not in readme:
         pytest.skip("the README has no generated table yet")
     assert replaced(readme, readme_part(INDEX)) == readme, "run `carom bench --write-docs`"
 
 
 def test_every_link_of_the_page_leads_to_a_record():
-    text = (ROOT / "docs" / "performance.md").read_text()
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
     links = re.findall(r"\]\((\.\./[^)]+)\)", text)
     assert len(links) > 50
     for link in set(links):
@@ -187,8 +189,11 @@ def test_write_docs_writes_all_of_it(tmp_path, monkeypatch, capsys):
     (tmp_path / "README.md").write_text(f"x\n{START}\n{END}\n")
     monkeypatch.setattr(docs.index, "update", lambda folder, root: INDEX)
     told = docs.write_docs(tmp_path)
-    assert (tmp_path / "docs" / "performance.md").read_text() == page(INDEX)
-    assert GENERATED in (tmp_path / "README.md").read_text() and (tmp_path / "docs" / "bench.png").exists()
+    assert (tmp_path / "docs" / "performance.md").read_text("utf-8") == page(INDEX)
+    assert (
+        GENERATED in (tmp_path / "README.md").read_text("utf-8")
+        and (tmp_path / "docs" / "bench.png").exists()
+    )
     assert len(told) == 4
     monkeypatch.setattr(docs, "write_docs", lambda: ["docs/performance.md"])
     assert main(["bench", "--write-docs", "--json"]) == 0

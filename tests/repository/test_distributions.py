@@ -113,6 +113,9 @@ def test_neither_holds_tests_records_or_caches(distributions):
         ]
 
 
+@pytest.mark.skipif(
+    "CAROM_WINDOWS_SHAPE" in os.environ, reason="the shape's environments have the folders of Linux"
+)
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_it_installs_into_an_empty_environment_and_runs_the_demo(distributions, libraries, tmp_path, kind):
     home = tmp_path / "env"

@@ -198,6 +198,7 @@ def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: in
 
 
 def open_file(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    path = posix_path(path)
     temporary, kept = bool(flags & O_FLAGS["O_TEMPORARY"]), flags & ~_OURS
     if kept & os.O_TRUNC:
         _check_truncate(path)
@@ -277,6 +278,7 @@ def open_stream(
     newline: str | None = None, closefd: bool = True, opener: Any = None,
 ) -> Any:  # fmt: skip
     if not isinstance(file, int):
+        file = posix_path(file)
         if isinstance(mode, str) and "w" in mode:
             _check_truncate(file)
         if _is_hidden(file) and _called_from_shape():
