@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-import psutil
 import torch
 
 from ..core.budget.shared_budget import SharedBudget
 from ..core.common.errors import BudgetError
 from ..core.common.sizes import parse_size
 from ..core.device.make_engine import make_engine
+from ..core.host.probe import host_memory
 from ..core.model.quantized import FlattenedWeights
 from ..core.session.session import Session
 from ..core.session.settings import vram_budget, within_dedicated
@@ -137,7 +137,7 @@ class JobSessions:
     def _ram(self, attachment: Attachment) -> int | str:
         if self._policy.ram == "auto" or len(self._attachments) == 1:
             return self._policy.ram
-        total = parse_size(self._policy.ram, whole=psutil.virtual_memory().available, setting="ram")
+        total = parse_size(self._policy.ram, whole=host_memory().free, setting="ram")
         everything = sum(weight_bytes(a.module) for a in self._attachments) or 1
         return total * weight_bytes(attachment.module) // everything
 

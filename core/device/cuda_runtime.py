@@ -389,10 +389,8 @@ class RuntimeEngine(StreamEngine):
 
 
 class FlushingEngine(RuntimeEngine):
-    """The engine on Windows, where the driver collects work before it hands it to the device (WDDM).
-
-    A prefetch that the driver held back would begin only when its weights are needed. So each copy and each decoding is
-    handed over at once.
+    """The engine on Windows, which hands each copy and each decoding to the device at once, for the reason that
+    `FlushingStreamEngine` states.
     """
 
     def copy_in(

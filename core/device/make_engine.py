@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from ..common.errors import UnsupportedError
+from ..host.probe import on_windows
 from .cpu_engine import PlainEngine
 from .cuda_runtime import runtime_engine
 from .engine import Engine
 from .simulated import SimulatedDevice, SimulatedEngine
-from .stream_engine import StreamEngine
+from .stream_engine import FlushingStreamEngine, StreamEngine
 
 
 def make_engine(device: Any) -> Engine:
@@ -42,5 +43,5 @@ def make_engine(device: Any) -> Engine:
         ) from error
     api = torch.get_device_module(wanted)
     if hasattr(api, "Stream") and hasattr(api, "Event") and wanted.type != "mps":
-        return runtime_engine(wanted) or StreamEngine(wanted)
+        return runtime_engine(wanted) or (FlushingStreamEngine if on_windows() else StreamEngine)(wanted)
     return PlainEngine(wanted)

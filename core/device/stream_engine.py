@@ -315,6 +315,28 @@ class StreamEngine(DefaultEngine):
         self._api.empty_cache()
 
 
+class FlushingStreamEngine(StreamEngine):
+    """The engine on Windows, where the driver collects work before it hands it to the device (WDDM).
+
+    A prefetch that the driver held back would begin only when its weights are needed. A query of the stream hands over
+    each copy and each decoding at once.
+    """
+
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        found = super().copy_in(target, source, after, timed)
+        self._in.query()
+        return found
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        found = super().decode(decoder, wire, target, after, timed)
+        self._decode.query()
+        return found
+
+
 _FOREIGN_MEMORY = "_carom_not_the_allocators"
 
 

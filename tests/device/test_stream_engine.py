@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from carom.core.device import stream_engine
+from carom.core.device import make_engine, stream_engine
 from carom.core.session.settings import device_note
 
 
@@ -17,6 +17,10 @@ class Stream:
 
     def wait_event(self, event) -> None:
         self.log.append(("wait", event))
+
+    def query(self) -> bool:
+        self.log.append(("query",))
+        return False
 
 
 class Event:
@@ -99,6 +103,17 @@ def test_a_copy_to_the_device_waits_for_all_it_is_told_of_on_a_stream_of_its_own
     (stream,) = [one for one in api.made if one.log]
     assert stream.log == [("wait", after[0]), ("wait", after[1]), ("copy", target, source), ("record", done)]
     assert marks is None and api.current is compute and not compute.log
+
+
+def test_on_windows_each_copy_is_handed_to_the_device_at_once(api, monkeypatch):
+    monkeypatch.setattr(make_engine, "on_windows", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    engine = make_engine.make_engine("xpu:0")
+    done, _ = engine.copy_in(Bytes(api), Bytes(api), [], False)
+    (stream,) = [one for one in api.made if one.log]
+    assert stream.log[-2:] == [("record", done), ("query",)]
+    done, _ = engine.decode(lambda wire, target: None, Bytes(api), Bytes(api), [], False)
+    assert any(one.log[-2:] == [("record", done), ("query",)] for one in api.made)
 
 
 def test_a_timed_copy_has_a_mark_on_either_side(api, engine):
