@@ -51,7 +51,7 @@ def _stream(
     settings: Settings,
     compiled: bool,
 ) -> Session:
-    make_pin_room(comfyui_api.module_bytes(root))
+    make_pin_room(comfyui_api.module_bytes(root), device)
     options: dict[str, Any] = {
         "device": device, "vram": budget, "granularity": settings.granularity, "codec": settings.codec,
         "peers": peers_of(settings, device), "compiled": compiled,

@@ -8,6 +8,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
+from ..core.device.system_pinner import pins_left
 from . import comfyui_api
 from .host_share import Holder, Share, divide
 
@@ -45,9 +48,12 @@ def free_ram(value: str) -> int:
     return max(0, comfyui_api.ram_limit(value, held) - held)
 
 
-def make_pin_room(nbytes: int) -> None:
-    """Unpin suspended models until ComfyUI's limit allows to pin ``nbytes`` for the model that is about to run."""
+def make_pin_room(nbytes: int, device: torch.device) -> None:
+    """Unpin suspended models until the limits of ComfyUI and of the system allow to pin ``nbytes`` for ``device``, on
+    which a model is about to run.
+    """
     for model in list(suspended_models):
-        if comfyui_api.pin_room() >= nbytes:
+        left = pins_left(device)
+        if comfyui_api.pin_room() >= nbytes and (left is None or left >= nbytes):
             return
         model.give_up_pins()

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from ..host.arena import Pinner
-from ..host.pin_limit import PinLimit
+from ..host.pin_limit import ALL_PINNED, PinLimit
 from ..host.probe import host_memory, is_wsl, on_windows
 from . import wddm
 from .pin_ways import PinTrial, PinWays, driver_pinner, ways
@@ -43,6 +43,13 @@ def windows_limit(device: torch.device, pinned: int) -> PinLimit:
 # What was found in this process.
 _ways: dict[torch.device, PinWays] = {}
 _wsl_limits: dict[torch.device, PinLimit | None] = {}
+
+
+def pins_left(device: torch.device) -> int | None:
+    """Return how many bytes more this process may pin for ``device``; None if no limit is known."""
+    pinned = ALL_PINNED.nbytes
+    limit = windows_limit(device, pinned) if on_windows() else _wsl_limits.get(device)
+    return None if limit is None else max(0, limit.nbytes - pinned)
 
 
 def tried_ways(device: torch.device) -> tuple[PinTrial, ...]:

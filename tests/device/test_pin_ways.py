@@ -17,7 +17,8 @@ from carom.core.common.sizes import MIB
 from carom.core.device import pin_ways, stream_engine, system_pinner, wsl_pins
 from carom.core.device.simulated import SimulatedEngine
 from carom.core.host.arena import HostArena, Pinner
-from carom.core.host.pin_limit import ALL_PINNED
+from carom.core.host.pin_limit import ALL_PINNED, PinLimit
+from carom.nodes import shared_ram
 
 DEVICE = torch.device("cuda", 0)
 NAMES = ["registration of heap memory", "registration of a section", "allocation by the driver"]
@@ -217,6 +218,25 @@ def test_on_wsl_the_trial_is_made_once_and_bounds_all_pins(small_steps, monkeypa
     limit = 2 * MIB - ALL_PINNED.nbytes
     assert [arena.pin(block) for block in blocks] == [True] * (limit // MIB) + [False] * (3 - limit // MIB)
     assert "WSL" in arena.notes[0] and driver.peak <= 2 * MIB
+
+
+def test_suspended_models_give_up_pins_where_the_system_allows_too_few(monkeypatch):
+    monkeypatch.setattr(system_pinner, "on_windows", lambda: False)
+    monkeypatch.setattr(system_pinner, "_wsl_limits", {DEVICE: PinLimit(ALL_PINNED.nbytes, "WSL")})
+
+    class Suspended:
+        gave = False
+
+        def give_up_pins(self) -> None:
+            self.gave = True
+
+    model = Suspended()
+    monkeypatch.setattr(shared_ram, "suspended_models", {model: None})
+    monkeypatch.setattr(shared_ram.comfyui_api, "pin_room", lambda: 1 << 60)
+    shared_ram.make_pin_room(MIB, torch.device("cuda", 1))
+    assert not model.gave, "that device has no limit"
+    shared_ram.make_pin_room(MIB, DEVICE)
+    assert model.gave
 
 
 def test_the_pinner_of_a_runtime_on_windows_uses_the_way_that_works(monkeypatch):
