@@ -659,9 +659,10 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/session/policies/device_memory.py",
         (
-            "        self._manager.engine.trim()\n        if self._manager.wanted",
-            "        if self._manager.wanted",
+            "        self._manager.engine.trim()\n        self._resized()",
+            "        self._resized()",
             "after a fall the allocator keeps what was given up",
+            "the layout returns it before it allocates; this call returns temporary memory of the layout itself",
         ),
         (
             "if budget is None or not before.restore():",
