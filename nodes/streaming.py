@@ -22,6 +22,7 @@ from . import comfyui_api, successor
 from .before_pass import before_each_pass
 from .file_views import FileViews
 from .host_share import Share
+from .inference_tensors import MAPPED
 from .least_budget import LeastBudgets, suffices
 from .leftover_memory import TakesRoom
 from .model_changes import ModelChanges
@@ -205,6 +206,7 @@ class Streaming(TakesRoom):
         with comfyui_api.laying_out():
             if views is not None:
                 views.restore()
+            model.__dict__[MAPPED] = True  # on Windows nothing may be written to spilled weights
             spill_weights(root_of(model)[0])
 
     def resize(self, budget: int) -> int:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from ..core.checkpoint.mapped_views import MappedViews
-from ..core.checkpoint.spill import spill
+from ..core.checkpoint.spill import allow_writes, spill
 from ..core.common.errors import CaromError
 from ..core.model.tensor_flatten import flatten, is_wrapper
 
@@ -95,6 +95,7 @@ class SpilledLoading:
         if sum(tensor.nbytes for tensor in made) > self._ram:
             for tensor, spilled in zip(made, spill(made, self._folder), strict=True):
                 tensor.data = spilled.view
+            allow_writes(made)  # ai-toolkit may merge an adapter before the model streams
             made = []
         self._seen = {id(tensor): weakref.ref(tensor) for tensor in made}
         self._bytes = sum(tensor.nbytes for tensor in made)

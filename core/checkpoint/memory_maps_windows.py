@@ -1,7 +1,7 @@
-"""Windows' calls behind `memory_maps`: which address ranges of this process are mapped files, and who wrote to them.
+"""Windows' calls for mapped files: which address ranges of this process are files, and whether it wrote to them.
 
-VirtualQuery lists ranges of pages with equal attributes, K32GetMappedFileNameW names the file of an address, and
-QueryDosDeviceW gives the drive letter of a device. See https://learn.microsoft.com/windows/win32/api/memoryapi and
+VirtualQuery lists ranges of pages with equal attributes, K32GetMappedFileNameW names the file of an address,
+QueryDosDeviceW gives the drive letter of a device, and VirtualProtect allows writes. See https://learn.microsoft.com/windows/win32/api/memoryapi and
 https://learn.microsoft.com/windows/win32/memory/memory-protection-constants.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 
 _MEM_MAPPED = 0x40000
 _READ_WRITE = 0x04 | 0x40  # PAGE_READWRITE, PAGE_EXECUTE_READWRITE
-_WRITE_COPY = 0x08 | 0x80  # PAGE_WRITECOPY, PAGE_EXECUTE_WRITECOPY
+_PAGE_WRITECOPY = 0x08
+_WRITE_COPY = _PAGE_WRITECOPY | 0x80  # or PAGE_EXECUTE_WRITECOPY
 _NAME_CHARACTERS = 32768
 _NETWORK = "\\Device\\Mup\\"
 
@@ -59,6 +60,7 @@ def load_kernel32() -> Any:
     kernel32.GetCurrentProcess.restype = pointer
     kernel32.K32GetMappedFileNameW.argtypes = [pointer, pointer, ctypes.c_wchar_p, word]
     kernel32.QueryDosDeviceW.argtypes = [ctypes.c_wchar_p, ctypes.c_wchar_p, word]
+    kernel32.VirtualProtect.argtypes = [pointer, size, word, pointer]
     return kernel32
 
 
@@ -101,3 +103,12 @@ def drive_letters(kernel32: Any) -> dict[str, str]:
         if kernel32.QueryDosDeviceW(letter, target, _NAME_CHARACTERS):
             found[target.value] = letter  # the first of several strings is the one in effect
     return found
+
+
+def make_private(kernel32: Any, address: int, nbytes: int) -> bool:
+    """Let the process write to the pages from ``address``, which are of a read-only view: a write copies the page.
+
+    Windows charges all these pages to RAM and pagefile. Returns False if it refuses.
+    """
+    before = ctypes.c_uint32()
+    return bool(kernel32.VirtualProtect(address, nbytes, _PAGE_WRITECOPY, ctypes.byref(before)))

@@ -2,10 +2,11 @@
 
 After it, the bytes of the tensors are on disk: the system can drop their pages without swapping, and
 `MappedViews` finds them, so they stream from the file as the views of a checkpoint do. The file is deleted when
-the last tensor that uses it is freed, at the latest at the end of the process. Files of killed processes are
-deleted by the next `spill` that writes to the same folder, and so are all files on Windows, which keeps a mapped
-file. Bytes that are in a file of this process already are not written again. Each call maps the file anew, so no two
-tensors share memory.
+the last tensor that uses it is freed, at the latest at the end of the process. Files that processes left are
+deleted by the next `spill` that writes to the same folder. Bytes that are in a file of this process already are not
+written again. Each call maps the file anew, so no two tensors share memory.
+
+On Windows nothing may be written to the tensors until `allow_writes` is called.
 
 The CRC-32 of each tensor is computed while it is written, and kept in memory (`checksum_of`). `RangeChecks` compares
 what is read later with it.
@@ -14,72 +15,43 @@ what is read later with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
-import itertools
-import mmap
 import os
-import shutil
 import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from ..common.errors import BudgetError, WeightsError
+from ..common.commit_memory import read_commit
+from ..common.errors import WeightsError
 from ..common.progress import Progress
-from ..common.sizes import MIB, format_size
-from .direct_io import ALIGN
+from ..common.sizes import MIB
+from .direct_io import ALIGN, open_raw
 from .index import SourceFile
 from .mapped_views import FileRange, memory_of
+from .spill_file import Mapping, SpillFile, delete_abandoned, no_room
 
-PREFIX, SUFFIX = "carom-spill-", ".bin"
 # Bytes between two writes to the drive; more would fill the page cache with unwritten pages.
 _CHUNK = 64 * MIB
 _SAMPLE = 4096  # bytes at the start, in the middle and at the end that are hashed to find equal tensors
 
-_number = itertools.count()
 _lock = threading.Lock()
 
-
-class _File:
-    """The spill file ``path``, open as ``handle``. It is deleted when the last mapping of it is freed.
-
-    ``checksums``: {offset: (bytes, CRC-32)} of the tensors in the file.
-    ``discard``: closes and deletes the file. Idempotent.
-    """
-
-    def __init__(self, path: Path, handle: int) -> None:
-        self.path, self.handle = str(path.absolute()), handle
-        self.checksums: dict[int, tuple[int, int]] = {}
-        self.discard = weakref.finalize(self, _discard, handle, path, os.getpid())
-
-    def map(self) -> _Mapping:
-        """Return a new private mapping of the whole file. Raises OSError."""
-        mapping = _Mapping(self.handle, os.fstat(self.handle).st_size, access=mmap.ACCESS_COPY)
-        mapping.file = self
-        return mapping
-
-
-class _Mapping(mmap.mmap):
-    """A private mapping of ``file``. Tensors that are views of it keep it and the file alive.
-
-    Writes to the views stay in this mapping, so two tensors must never be views of the same bytes of one mapping.
-    """
-
-    file: _File
-
-
 _Key = tuple[str, int, int]  # folder, bytes, CRC-32 of a sample
-_Place = tuple[_File, int]  # file, offset
+_Place = tuple[SpillFile, int]  # file, offset
 
 # Where the bytes of tensors are in the present files.
-_spilled: dict[_Key, list[tuple[weakref.ref[_File], int]]] = {}
-_by_path: weakref.WeakValueDictionary[str, _File] = weakref.WeakValueDictionary()
+_spilled: dict[_Key, list[tuple[weakref.ref[SpillFile], int]]] = {}
+_by_identity: weakref.WeakValueDictionary[tuple[int, int], SpillFile] = weakref.WeakValueDictionary()
+_mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()  # by address
 
 
 @dataclass(frozen=True)
@@ -112,7 +84,7 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
         for memory, known in zip(memories, found, strict=True):
             offsets.append(nbytes)
             nbytes += 0 if known else -(-memory.numel() // ALIGN) * ALIGN
-        mappings: dict[_File, _Mapping] = {}
+        mappings: dict[SpillFile, Mapping] = {}
         if nbytes:
             new = _write(where, [m for m, known in zip(memories, found, strict=True) if not known], nbytes)
             mappings[new.file] = new
@@ -132,20 +104,55 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
 
 def checksum_of(found: FileRange) -> int | None:
     """Return the CRC-32 with which this process wrote ``found``, None if it is not the range of a spilled tensor."""
-    file = _by_path.get(found.file.path)
+    file = _by_identity.get((found.file.device, found.file.inode))
     nbytes, crc = (0, None) if file is None else file.checksums.get(found.offset, (0, None))
     return crc if nbytes == found.nbytes else None
 
 
-def _spilled_at(tensor: torch.Tensor, mapping: _Mapping, offset: int) -> Spilled:
+def allow_writes(tensors: Iterable[torch.Tensor]) -> int:
+    """Let the process write to those of ``tensors`` that `spill` made. What is written changes no file and no other tensor.
+
+    Windows then charges these tensors to RAM and pagefile. Where they would take more than half of what is left of
+    both, they stay read-only, and a write ends the process. Returns the bytes that stay read-only. On other systems the
+    tensors are writable from the beginning.
+    """
+    if sys.platform != "win32":
+        return 0
+    from .memory_maps_windows import load_kernel32, make_private
+
+    areas = [(start, start + len(mapping)) for start, mapping in _mappings.items()]
+    found = []
+    for tensor in tensors:
+        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        if any(start <= address < end for start, end in areas):
+            found.append((address, tensor.nbytes))
+    nbytes, commit = sum(size for _, size in found), read_commit()
+    if commit is not None and nbytes > commit.left // 2:
+        return nbytes
+    kernel32 = load_kernel32() if found else None
+    return sum(size for address, size in found if not make_private(kernel32, address, size))
+
+
+def _spilled_at(tensor: torch.Tensor, mapping: Mapping, offset: int) -> Spilled:
     """Return the bytes of ``mapping`` from ``offset`` as a tensor like ``tensor``."""
     with torch.inference_mode(False):
-        flat = torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        flat = torch.frombuffer(_buffer(mapping), dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         view = flat.as_strided(tensor.shape, tensor.stride())
     path = mapping.file.path
     status = os.stat(path)
     file = SourceFile(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
     return Spilled(view, FileRange(file, offset, view.nbytes))
+
+
+def _buffer(mapping: Mapping) -> Mapping | ctypes.Array:
+    """Return the memory of ``mapping`` in a form of which torch makes a tensor without a warning that it is read-only."""
+    if not memoryview(mapping).readonly:
+        return mapping
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    buffer = (ctypes.c_uint8 * len(mapping)).from_address(address)
+    buffer.mapping = mapping  # type: ignore[attr-defined]  # the tensors keep the buffer, and it keeps the mapping
+    _mappings[address] = mapping
+    return buffer
 
 
 def _key(folder: Path, memory: torch.Tensor) -> _Key:
@@ -162,14 +169,14 @@ def _known(memory: torch.Tensor, key: _Key, taken: set[_Place]) -> _Place | None
     """
     for reference, offset in _spilled.get(key, ()):
         file = reference()
-        if file is None or (file, offset) in taken or not _holds(Path(file.path), offset, memory):
+        if file is None or (file, offset) in taken or not _holds(file.path, offset, memory):
             continue
         taken.add((file, offset))
         return file, offset
     return None
 
 
-def _map(file: _File) -> _Mapping:
+def _map(file: SpillFile) -> Mapping:
     """Return a new mapping of ``file``. Raises WeightsError if the system refuses it."""
     try:
         return file.map()
@@ -179,158 +186,59 @@ def _map(file: _File) -> _Mapping:
         ) from error
 
 
-def _holds(path: Path, offset: int, memory: torch.Tensor) -> bool:
+def _holds(path: str, offset: int, memory: torch.Tensor) -> bool:
     """Return whether the file has the bytes of ``memory`` at ``offset``. The mapping does not tell: pages of it may
     have been written to, and the file keeps the old bytes.
     """
     data = memory.numpy().data
+    read = memoryview(bytearray(min(_CHUNK, len(data))))
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            return all(
-                file.read(len(part)) == part
-                for part in (data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK))
-            )
+        with contextlib.closing(open_raw(path, direct=False)) as file:
+            for at in range(0, len(data), _CHUNK):
+                part = read[: len(data) - at]
+                if file.read_into(part, offset + at) != len(part) or part != data[at : at + _CHUNK]:
+                    return False
     except OSError:
         return False
+    return True
 
 
-def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapping:
+def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> Mapping:
     """Write ``memories``, each from a multiple of `ALIGN`, to a new file of ``nbytes`` bytes, and map the file."""
     progress = Progress(sum(memory.numel() for memory in memories))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _delete_abandoned(folder)
-        file = _create(folder)
+        delete_abandoned(folder)
+        file = SpillFile.create(folder)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise WeightsError(
             f"disk={str(folder)!r}: no file can be written there ({reason}); name a folder on a local drive"
         ) from error
-    handle = file.handle
     try:
-        _reserve(handle, nbytes, folder)
+        file.reserve(nbytes)
         with ThreadPoolExecutor(1, thread_name_prefix="carom-check") as thread:
             for memory in memories:
                 data, crc = memory.numpy().data, 0
-                offset = os.lseek(handle, 0, os.SEEK_CUR)
+                offset = os.lseek(file.handle, 0, os.SEEK_CUR)
                 for at in range(0, len(data), _CHUNK):
                     chunk = data[at : at + _CHUNK]
                     pending = thread.submit(zlib.crc32, chunk, crc)
-                    _write_all(handle, chunk)
+                    file.write(chunk)
                     progress.add(len(chunk))
-                    _flush(handle)
+                    file.flush()
                     crc = pending.result()
                 file.checksums[offset] = len(data), crc
-                os.lseek(handle, -len(data) % ALIGN, os.SEEK_CUR)
+                os.lseek(file.handle, -len(data) % ALIGN, os.SEEK_CUR)
         mapping = file.map()
     except BaseException as error:
         file.discard()
         if isinstance(error, OSError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise _no_room(folder, nbytes) from error
+                raise no_room(folder, nbytes) from error
             raise WeightsError(
                 f"{file.path}: the weights could not be written ({error.strerror}); name another folder as disk="
             ) from error
         raise
-    _by_path[file.path] = file
+    _by_identity[file.identity] = file
     return mapping
-
-
-def _create(folder: Path) -> _File:
-    """Create an empty file in ``folder`` that `_delete_abandoned` leaves alone."""
-    while True:
-        # A process in another container may have the same number and write to the same folder.
-        path = folder / f"{PREFIX}{os.getpid()}-{next(_number)}{SUFFIX}"
-        with contextlib.suppress(FileExistsError):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-            _hold(handle)
-            if path.exists():
-                return _File(path, handle)
-            os.close(handle)  # another process deleted the file before it was locked
-
-
-def _write_all(handle: int, data: memoryview) -> None:
-    """Write all of ``data`` at the file's position."""
-    while data:
-        data = data[os.write(handle, data) :]
-
-
-def _flush(handle: int) -> None:
-    """Wait until the drive has what was written, and release its pages in the page cache."""
-    os.fsync(handle)
-    if sys.platform == "linux":
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _reserve(handle: int, nbytes: int, folder: Path) -> None:
-    """Give the file its length, and its room on the drive where the system can."""
-    if shutil.disk_usage(folder).free < nbytes:
-        raise _no_room(folder, nbytes)
-    os.ftruncate(handle, nbytes)
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(handle, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-
-
-def _no_room(folder: Path, nbytes: int) -> BudgetError:
-    """Return the error for a drive without room for ``nbytes`` bytes. It names no least budget, because the bytes of
-    the drive are not a budget of Carom's.
-    """
-    free = shutil.disk_usage(folder).free
-    return BudgetError(
-        f"disk={str(folder)!r}: the weights take {format_size(nbytes)} and the drive has {format_size(free)} free; make "
-        "room, name a folder on another drive, or raise ram"
-    )
-
-
-# -- deletion
-
-
-def _hold(handle: int) -> None:
-    """Lock the file, so that other processes see that it is in use. The system unlocks it when this process
-    ends, however that happens. Waits for a process that is about to delete the file.
-    """
-    if os.name == "nt":
-        return  # Windows does not delete an open file
-    import fcntl
-
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX)  # type: ignore[attr-defined,unused-ignore]
-
-
-def _discard(handle: int, path: Path, owner: int) -> None:
-    """Close a spill file that nothing uses any more, and delete it in the process that made it, ``owner``. A forked
-    process has a copy of the mapping, and the file is not its own.
-    """
-    with contextlib.suppress(OSError):
-        os.close(handle)
-    if os.getpid() == owner:
-        _delete(path)
-
-
-def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
-def _delete_abandoned(folder: Path) -> None:
-    """Delete the spill files of processes that ended without deleting them. Process numbers do not tell whose a
-    file is, because a container gives the same ones again.
-    """
-    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        if os.name == "nt":
-            _delete(path)  # Windows refuses this for a file that is open
-        else:
-            import fcntl
-
-            with contextlib.suppress(OSError):
-                handle = os.open(path, os.O_RDWR)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
-                    _delete(path)
-                finally:
-                    os.close(handle)

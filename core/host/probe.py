@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from ..checkpoint.direct_io import RawFile, open_raw
+from ..common.commit_memory import read_commit
 from ..common.huge_pages import allocate_pages
 from ..common.sizes import GIB, MIB
-from .commit_memory import read_commit
 
 # Memory left to the operating system when weights are pinned: (bytes, share of the limit), whichever is more.
 # Pinned memory can be neither swapped out nor reclaimed.

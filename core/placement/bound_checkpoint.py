@@ -31,6 +31,7 @@ from ..checkpoint.range_checks import RangeChecks
 from ..checkpoint.read_concurrency import ReadLimit
 from ..checkpoint.read_path import ReadPathTuner
 from ..checkpoint.segments import Segment
+from ..checkpoint.spill import allow_writes
 from ..common.errors import BudgetError, UnsupportedError, WeightsError
 from ..common.sizes import format_size
 from ..device.engine import Engine
@@ -314,11 +315,23 @@ class Checkpoint:
                 elif file_tensor.changed is not None:
                     back.copy_(file_tensor.changed)
                 replace_in_modules(file_tensor.sites, file_tensor.tensor, back)
+        self._allow_writes()
         for computed in self._computed:
             replace_in_modules(computed.sites, computed.value, computed.original)
         self._file_tensors.clear()
         self._computed.clear()
         self.changed_bytes = 0
+
+    def _allow_writes(self) -> None:
+        """Let the program write to the module's tensors that were spilled, which it has again."""
+        mapped = [one.original for one in self._file_tensors.values() if one.mapped and one.changed is None]
+        refused = allow_writes(mapped)
+        if refused:
+            logger.warning(
+                "%s of weights stay in a spill file and must not be written to (merging an adapter into them ends the "
+                "process): RAM and pagefile have no room for them. Load the model again before you change it",
+                format_size(refused),
+            )
 
 
 def _cut_off(file_tensors: Iterable[FileTensor]) -> list[FileTensor]:

@@ -17,7 +17,7 @@ from ..checkpoint.index import TensorEntry, format_code, has_code
 from ..checkpoint.mapped_views import FileRange, MappedViews
 from ..checkpoint.mapping import BoundTensor
 from ..checkpoint.segments import Segment
-from ..checkpoint.spill import checksum_of, spill
+from ..checkpoint.spill import allow_writes, checksum_of, spill
 from ..common.errors import BudgetError
 from ..common.sizes import format_size
 from ..host.cache_pieces import LEAST_BUFFERS
@@ -73,13 +73,13 @@ def bind_ranges(
         for entry, found in zip(entries, ranges, strict=True):
             _bind(checkpoint, entry, found)
         checkpoint.note(note)
-    except MemoryError as error:
+    except BaseException as error:
         checkpoint.unbind()
-        raise BudgetError(
-            "host memory has no room for the weights that cannot stream from disk; name a folder as disk="
-        ) from error
-    except BaseException:
-        checkpoint.unbind()
+        allow_writes(entry.tensor for entry in entries)
+        if isinstance(error, MemoryError):
+            raise BudgetError(
+                "host memory has no room for the weights that cannot stream from disk; name a folder as disk="
+            ) from error
         raise
     return checkpoint
 

@@ -12,9 +12,10 @@ from typing import Any
 import carom
 import pytest
 import torch
+from carom.core.common import commit_memory
 from carom.core.common.sizes import GIB
 from carom.core.device.simulated import SimulatedEngine
-from carom.core.host import commit_memory, probe
+from carom.core.host import probe
 from carom.core.host.arena import HostArena, Pinner
 from carom.core.host.pin_limit import ALL_PINNED, PinLimit
 from carom.core.session import settings

@@ -485,21 +485,28 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/checkpoint/spill.py",
         (
-            "or not _holds(Path(file.path), offset, memory)",
+            "or not _holds(file.path, offset, memory)",
             "",
             "bytes are taken as spilled by a sample of them",
         ),
-        ("            file.seek(offset)\n", "", "bytes are compared with the beginning of the file"),
+        (
+            "file.read_into(part, offset + at)",
+            "file.read_into(part, at)",
+            "bytes are compared with the beginning of the file",
+        ),
         (
             "    except OSError:\n        return False\n",
             "    except OSError:\n        return True\n",
             "a file that is gone counts as one that has the bytes",
         ),
         ("(file, offset) in taken or", "", "equal tensors of one call are views of the same bytes"),
+    ),
+    *_of(
+        "core/checkpoint/spill_file.py",
         (
-            "        mapping = _Mapping(self.handle, os.fstat(self.handle).st_size, access=mmap.ACCESS_COPY)\n",
-            "        mapping = vars(self).get('one') or _Mapping(\n"
-            "            self.handle, os.fstat(self.handle).st_size, access=mmap.ACCESS_COPY\n"
+            "        mapping = Mapping(self.handle, os.fstat(self.handle).st_size, access=_ACCESS)\n",
+            "        mapping = vars(self).get('one') or Mapping(\n"
+            "            self.handle, os.fstat(self.handle).st_size, access=_ACCESS\n"
             "        )\n        self.one = mapping\n",
             "tensors of two calls are views of one mapping",
         ),

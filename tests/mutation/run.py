@@ -74,6 +74,7 @@ TESTS: dict[str, list[str]] = {
     "core/host/buffer_pool.py": ["host/test_cache.py", "placement/test_disk.py"],
     "core/checkpoint/disk_reader.py": ["checkpoint/test_reader.py"],
     "core/checkpoint/spill.py": ["checkpoint/test_spill.py", "placement/test_disk_memory.py"],
+    "core/checkpoint/spill_file.py": ["checkpoint/test_spill.py", "placement/test_disk_memory.py"],
     "core/checkpoint/mapped_views.py": ["checkpoint/test_replaced_files.py", "placement/test_disk_memory.py"],
     "core/checkpoint/memory_maps.py": ["checkpoint/test_replaced_files.py", "placement/test_disk_memory.py"],
     "core/checkpoint/index.py": ["checkpoint/test_replaced_files.py", "checkpoint/test_index.py"],

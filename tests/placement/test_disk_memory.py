@@ -19,6 +19,7 @@ import pytest
 import tests_models as models
 import torch
 from carom.core.checkpoint import spill as spilling
+from carom.core.checkpoint import spill_file
 from carom.core.checkpoint.mapped_views import FileRange, MappedViews
 from carom.core.device.simulated import SimulatedEngine
 from safetensors.torch import load_file, save_file
@@ -352,7 +353,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_module_and_no_file(tmp_path, mo
 @pytest.mark.parametrize("vram", [150_000, "auto"])
 def test_a_full_drive_names_no_least_budget(tmp_path, monkeypatch, vram):
     """With the drive's bytes as ``least_bytes``, callers would try again with that budget."""
-    monkeypatch.setattr(spilling.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(spill_file.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     device = carom.SimulatedDevice()
     monkeypatch.setattr(
         SimulatedEngine, "free_bytes", lambda engine: (1 << 30) + 400_000
@@ -371,7 +372,7 @@ def test_a_smaller_ram_that_cannot_spill_leaves_a_working_session(tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left") if error is carom.BudgetError else error
 
     with carom.stream(model, device="cpu", vram=vram, ram="8MB", disk=tmp_path) as session:
-        monkeypatch.setattr(spilling, "_flush", fails)
+        monkeypatch.setattr(spill_file.SpillFile, "flush", fails)
         with pytest.raises(error):
             session.set_budget(ram=RAM)
         if error is carom.BudgetError:  # the previous budget is in effect
@@ -392,7 +393,7 @@ def test_an_interrupt_while_spilling_leaves_the_module_and_no_file(tmp_path, mon
     def interrupted(handle: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spilling, "_flush", interrupted)
+    monkeypatch.setattr(spill_file.SpillFile, "flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path)
     monkeypatch.undo()
@@ -425,7 +426,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
 @LINUX
 def test_files_of_another_process_with_the_same_number_do_not_matter(tmp_path):
     # A container numbers its processes alike each time it starts. What a killed one left is deleted.
-    number = next(spilling._number)
+    number = next(spill_file._number)
     left = [tmp_path / f"carom-spill-{os.getpid()}-{number + more}.bin" for more in range(1, 4)]
     for path in left:
         path.write_bytes(b"left")
@@ -438,7 +439,7 @@ def test_files_of_another_process_with_the_same_number_do_not_matter(tmp_path):
 def test_a_file_in_use_by_a_process_with_the_same_number_is_left_alone(tmp_path):
     import fcntl
 
-    number = next(spilling._number)
+    number = next(spill_file._number)
     path = tmp_path / f"carom-spill-{os.getpid()}-{number + 1}.bin"
     path.write_bytes(b"in use")
     with path.open("rb") as other:

@@ -11,7 +11,7 @@ import tests_disk_harness as disk
 import torch
 from carom.core.budget.host_governor import QUIET
 from carom.core.budget.host_governor import HostGovernor as Follower
-from carom.core.checkpoint import spill
+from carom.core.checkpoint import spill_file
 from carom.core.host import probe
 from carom.core.session import settings as settings_of_sessions
 from carom.core.session.policies import host_memory
@@ -100,7 +100,7 @@ def test_under_pressure_with_a_full_disk_weights_stay_in_memory(tmp_path, monkey
     loaded, _, _, size = disk.uniform(tmp_path)
     model = copy.deepcopy(loaded).requires_grad_(False)
     monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
-    monkeypatch.setattr(spill.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    monkeypatch.setattr(spill_file.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     memory.keep, memory.free = size // 2, 2 * size
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

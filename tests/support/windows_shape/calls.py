@@ -213,6 +213,22 @@ def QueryDosDeviceW(name, target, size):
     return _mapped.QueryDosDeviceW(name, target, size)
 
 
+@fake("kernel32", BOOL, POINTER, ctypes.c_size_t, DWORD, POINTER)
+def VirtualProtect(address, nbytes, protection, before):
+    """Read-only views of files become copy-on-write, which charges them to the commit limit. Nothing else is done."""
+    if protection != MappedMemory.WRITECOPY:
+        return fail(INVALID_PARAMETER)
+    try:
+        memory.charge(nbytes)
+    except OSError:
+        return fail(memory.ERROR_COMMITMENT_LIMIT)
+    if not _mapped.make_private(address, nbytes):
+        memory.uncharge(nbytes)
+        return fail(INVALID_PARAMETER)
+    store(before, c_uint32, MappedMemory.READONLY)
+    return 1
+
+
 class MemoryStatusEx(ctypes.Structure):
     """MEMORYSTATUSEX ("MEMORYSTATUSEX structure (sysinfoapi.h)")."""
 

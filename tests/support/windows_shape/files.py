@@ -34,8 +34,9 @@ JUNCTION = "/."
 _MOUNT_POINT = 0xA0000003  # IO_REPARSE_TAG_MOUNT_POINT
 ERROR_ALREADY_EXISTS, ERROR_PRIVILEGE_NOT_HELD = 183, 1314
 CODE_PAGE = "cp1252"
-# Descriptors from here on were opened with FILE_SHARE_DELETE: other processes see it by the number.
-SHARED = 512
+# Descriptors from here on were opened with FILE_SHARE_DELETE: other processes see it by the number. Those from DELETING
+# on were also opened for deletion, so the file can only be opened with FILE_SHARE_DELETE meanwhile.
+SHARED, DELETING = 512, 768
 _HIDDEN = ("/proc", "/sys", "/dev/shm", "/etc")
 _STEP = 4096  # bytes that _chsize_s writes at a time
 
@@ -103,12 +104,15 @@ def _is_shaped(number: int, started: float) -> bool:
     return False
 
 
-def _is_open(status: os.stat_result, shared: bool = False) -> bool:
-    """Return whether a process has the file open without FILE_SHARE_DELETE (or, with ``shared``, at all)."""
+def _is_open(status: os.stat_result, shared: bool = False, least: int = 0) -> bool:
+    """Return whether a process has the file open without FILE_SHARE_DELETE (or, with ``shared``, at all).
+
+    ``least``: the first descriptor that counts.
+    """
     for folder in _others():
         with contextlib.suppress(OSError):
             for number in os.listdir(f"{folder}/fd"):
-                if not shared and int(number) >= SHARED:
+                if int(number) < least or (not shared and int(number) >= SHARED):
                     continue
                 with contextlib.suppress(OSError):
                     if os.path.samestat(os.stat(f"{folder}/fd/{number}"), status):
@@ -200,6 +204,8 @@ def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: in
 def open_file(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
     path = posix_path(path)
     temporary, kept = bool(flags & O_FLAGS["O_TEMPORARY"]), flags & ~_OURS
+    if kept & os.O_RDWR and not temporary and _called_from_shape():
+        _check_sharing(path)
     if kept & os.O_TRUNC:
         _check_truncate(path)
     handle = _open_real(path, kept, mode, dir_fd=dir_fd)
@@ -210,7 +216,7 @@ def share(handle: int, delete: Any = None) -> int:
     """Return the descriptor as one that was opened with FILE_SHARE_DELETE. ``delete``: the path to delete when it closes."""
     import fcntl
 
-    moved = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, SHARED)
+    moved = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, SHARED if delete is None else DELETING)
     _close_real(handle)
     if delete is not None:
         status = os.fstat(moved)
@@ -256,6 +262,16 @@ def ftruncate(handle: int, length: int) -> None:
     return None
 
 
+def _check_sharing(path: Any) -> None:
+    """Raise the error of opening, without FILE_SHARE_DELETE, a file that is open for deletion ("CreateFileW function")."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return
+    if _is_open(status, True, DELETING):
+        raise windows_error(ERROR_SHARING_VIOLATION, path)
+
+
 def _check_truncate(path: Any) -> None:
     with contextlib.suppress(TypeError):
         try:
@@ -283,6 +299,8 @@ def open_stream(
             _check_truncate(file)
         if _is_hidden(file) and _called_from_shape():
             raise windows_error(3, file)
+        if _delete_on_close and _called_from_shape():
+            _check_sharing(file)
     if not _utf8() and isinstance(mode, str) and _called_from_shape():
         encoding = _encoding(mode, encoding)
     return _io_open(file, mode, buffering, encoding, errors, newline, closefd, opener)

@@ -95,6 +95,30 @@ class MappedMemory:
             return 0
         return _write(target, VOLUME + area.path)
 
+    def make_private(self, address: int, nbytes: int) -> bool:
+        """Make the pages of a file's view copy-on-write. Returns False for other memory."""
+        self._areas = _areas()
+        self._ends = [area.end for area in self._areas]
+        area = self._area(address)
+        if (
+            area is None
+            or area.start > address
+            or address + nbytes > area.end
+            or not area.path.startswith("/")
+        ):
+            return False
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        first = address // mmap.PAGESIZE * mmap.PAGESIZE
+        size = -(-(address + nbytes - first) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with open(area.path, "rb") as file:
+            how = mmap.MAP_PRIVATE | 0x10  # MAP_FIXED
+            made = libc.mmap(
+                first, size, mmap.PROT_READ | mmap.PROT_WRITE, how, file.fileno(), area.offset + first - area.start
+            )  # fmt: skip
+        return bool(made == first)
+
     def QueryDosDeviceW(self, name: str, target: Any, size: int) -> int:
         """C: is volume 3. The strings that are returned end with an empty one, which counts."""
         return _write(target, "\\Device\\HarddiskVolume3") + 2 if name == "C:" else 0
