@@ -179,6 +179,16 @@ def test_a_new_copy_that_cannot_take_its_place_leaves_the_earlier_one(comfyui, h
     assert command.install(comfyui, copy=True).how == "copied" and names(comfyui) == ["carom", "other"]
 
 
+def test_a_new_copy_that_fails_leaves_the_earlier_one(comfyui, held, monkeypatch):
+    def fail(*_args, **_options):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", fail)
+    with pytest.raises(OSError, match="no space"):
+        command.install(comfyui, copy=True)
+    assert names(comfyui) == ["carom", "other"] and (target(comfyui) / "__init__.py").is_file()
+
+
 def test_what_could_not_be_deleted_is_not_loaded_and_the_next_run_deletes_it(comfyui, held, capsys):
     old = comfyui / "custom_nodes" / "carom-old-0.disabled"  # ComfyUI loads no name that ends so
     held.hold(old / "core" / "common" / "sizes.py")
