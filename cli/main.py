@@ -9,6 +9,7 @@ import json
 import os
 import sys
 
+from ..core.common.commit_memory import with_advice
 from ..core.common.errors import CaromError
 
 # Command -> help line. The module of a command is imported only when that command runs.
@@ -69,10 +70,11 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (CaromError, OSError, ValueError) as error:
+        message = with_advice(str(error), error)
         if args.json:
-            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+            print(json.dumps({"error": type(error).__name__, "message": message}))
         else:
-            print(f"carom {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"carom {args.command}: {type(error).__name__}: {message}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
 

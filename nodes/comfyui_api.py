@@ -23,6 +23,9 @@ from .node_settings import parse_limit
 
 logger = logging.getLogger("carom")
 
+# The remedy for a folder of temporary files that cannot take weights.
+OTHER_FOLDER = "Start ComfyUI with --temp-directory FOLDER to name a folder on another drive"
+
 
 def management() -> Any:
     """Return the module ``comfy.model_management``."""
@@ -164,7 +167,7 @@ def spill_folder(nbytes: int) -> str:
         reason = f"{folder} is read-only, or its drive has less than {format_size(nbytes)} free"
     except OSError as error:
         reason = f"{folder}: {error.strerror}"
-    logger.warning("Carom: weights that are in no file stay in RAM: %s", reason)
+    logger.warning("Carom: weights that are in no file stay in RAM: %s. %s", reason, OTHER_FOLDER)
     return "auto"
 
 

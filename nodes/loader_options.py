@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.common.commit_memory import is_commit_limit, with_advice
 from ..core.common.errors import CaromError, WeightsError
 
 
@@ -86,9 +87,11 @@ def loaded(name: str, load: Callable[[], Any]) -> Any:
     except Exception as error:
         if type(error).__name__ == "InterruptProcessingException":
             raise
+        message = f"{name!r} could not be loaded: {type(error).__name__}: {error}"
+        if is_commit_limit(error):
+            raise WeightsError(with_advice(message, error)) from error
         raise WeightsError(
-            f"{name!r} could not be loaded: {type(error).__name__}: {error}; check that the file is complete and of the "
-            "kind this loader is for"
+            f"{message}; check that the file is complete and of the kind this loader is for"
         ) from error
     if result is None:
         raise WeightsError(f"{name!r} holds no model that ComfyUI knows")

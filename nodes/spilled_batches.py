@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ..core.checkpoint.spill import spill
+from ..core.common.errors import BudgetError
 from ..core.common.sizes import GIB
 from ..core.host.arena import return_freed_memory
 from . import comfyui_api
@@ -48,7 +49,14 @@ def _spill(waiting: dict[str, torch.Tensor], kept: dict[str, torch.Tensor], fold
     """Write the tensors ``waiting`` to ``folder``. Put views of the file in their place in ``kept``."""
     if not waiting:
         return
-    for name, spilled in zip(waiting, spill(list(waiting.values()), folder), strict=True):
+    try:
+        written = spill(list(waiting.values()), folder)
+    except BudgetError as error:
+        raise BudgetError(
+            f"ComfyUI's folder of temporary files has no room for weights that were converted while they were loaded: "
+            f"{error} on this node. {comfyui_api.OTHER_FOLDER}"
+        ) from error
+    for name, spilled in zip(waiting, written, strict=True):
         kept[name] = spilled.view
     waiting.clear()
     return_freed_memory()

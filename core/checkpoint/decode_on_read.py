@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..codec.host_decode import HostBlob
+from ..common.commit_memory import with_advice
 from ..common.errors import CaromError, WeightsError
 from .direct_io import aligned_buffer
 from .header import show
@@ -168,10 +169,11 @@ class DecodingReader:
         try:
             buffer = aligned_buffer(max(entry.nbytes, 1))
         except MemoryError as error:
-            raise WeightsError(
+            message = (
                 f"{source.path}: no memory for the {entry.nbytes} packed bytes of {show(entry.name)}; free some, or "
                 "unpack the file once with carom pack --codec raw"
-            ) from error
+            )
+            raise WeightsError(with_advice(message, error)) from error
         self._reader.submit(entry, buffer, priority=priority).result()
         blob = torch.from_numpy(np.frombuffer(buffer, np.uint8)[: entry.nbytes])
         try:

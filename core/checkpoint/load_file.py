@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..common.commit_memory import with_advice
 from ..common.errors import WeightsError
 from .disk_reader import DiskReader, ReaderPolicy
 from .header import show
@@ -67,7 +68,8 @@ def _allocate(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(entry.torch_shape, dtype=dtype)
     except (RuntimeError, MemoryError) as error:
-        raise WeightsError(
+        message = (
             f"{entry.file.path}: no memory for tensor {show(entry.name)} of {entry.nbytes} bytes; stream the "
             "checkpoint instead of loading it whole"
-        ) from error
+        )
+        raise WeightsError(with_advice(message, error)) from error

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ..common.commit_memory import with_advice
 from ..common.errors import CaromError, UnsupportedError, WeightsError
 from .header import show
 from .index import Index, TensorEntry
@@ -106,7 +107,8 @@ class MappedTensors:
             entry.file.check()
             tensor: torch.Tensor = self._files[path].get_tensor(entry.name)
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path}: {show(entry.name)} cannot be mapped: {error}") from error
+            message = f"{path}: {show(entry.name)} cannot be mapped: {error}"
+            raise WeightsError(with_advice(message, error)) from error
         if tensor.numel():
             self.entries[tensor.data_ptr()] = entry
         return tensor

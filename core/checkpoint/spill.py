@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..common.commit_memory import read_commit
+from ..common.commit_memory import is_commit_limit, read_commit, with_advice
 from ..common.errors import WeightsError
 from ..common.progress import Progress
 from ..common.sizes import MIB
@@ -181,9 +181,10 @@ def _map(file: SpillFile) -> Mapping:
     try:
         return file.map()
     except (OSError, ValueError) as error:
-        raise WeightsError(
-            f"{file.path}: the spilled weights cannot be mapped ({error}); name another folder as disk="
-        ) from error
+        message = f"{file.path}: the spilled weights cannot be mapped ({error})"
+        if is_commit_limit(error):
+            raise WeightsError(with_advice(message, error)) from error
+        raise WeightsError(f"{message}; name another folder as disk=") from error
 
 
 def _holds(path: str, offset: int, memory: torch.Tensor) -> bool:
@@ -230,7 +231,7 @@ def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> Mappi
                     crc = pending.result()
                 file.checksums[offset] = len(data), crc
                 os.lseek(file.handle, -len(data) % ALIGN, os.SEEK_CUR)
-        mapping = file.map()
+        mapping = _map(file)
     except BaseException as error:
         file.discard()
         if isinstance(error, OSError):

@@ -1,4 +1,5 @@
-"""`read_commit`: the physical memory that is available on Windows, and what the commit limit leaves.
+"""`read_commit`: the physical memory that is available on Windows, and what the commit limit leaves. `with_advice`: words
+for an error by which Windows says that this limit is reached.
 
 Windows counts each writable private page that a program allocates, used or not, and refuses what exceeds the commit
 limit: the physical memory and the page files together. So an allocation can fail although physical memory is
@@ -8,8 +9,20 @@ available. Allocations of device memory count too.
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 from typing import Any
+
+# ERROR_COMMITMENT_LIMIT, as Python ("[WinError 1455]"), Rust libraries such as safetensors ("(os error 1455)") and torch
+# ("error code: <1455>") write it. torch's allocator writes the last text, on Windows only.
+_REFUSED = re.compile(
+    r"(WinError |os error |error code: ?<?)1455\b|DefaultCPUAllocator: not enough memory", re.IGNORECASE
+)
+PAGEFILE_ADVICE = (
+    "Windows has reached its commit limit (RAM and page file together): enlarge the page file (System > About > Advanced "
+    "system settings > Performance > Advanced > Virtual memory: a system managed size, on a drive with room), or close "
+    "programs that hold memory"
+)
 
 
 @dataclass(frozen=True)
@@ -49,3 +62,18 @@ def read_commit() -> Commit | None:
     except (AttributeError, OSError):
         return None
     return Commit(status.ullTotalPageFile, status.ullAvailPageFile, status.ullAvailPhys)
+
+
+def is_commit_limit(error: BaseException | None) -> bool:
+    """Return whether ``error``, or one that caused it, says that Windows' commit limit is reached (error 1455)."""
+    while error is not None:
+        if getattr(error, "winerror", None) == 1455 or _REFUSED.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def with_advice(message: str, error: BaseException) -> str:
+    """Return ``message``, followed by `PAGEFILE_ADVICE` if `is_commit_limit` is true of ``error``."""
+    told = PAGEFILE_ADVICE in message or not is_commit_limit(error)
+    return message if told else f"{message}. {PAGEFILE_ADVICE}"

@@ -13,6 +13,8 @@ import mmap
 
 import numpy as np
 
+from .commit_memory import with_advice
+
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20  # bytes in a huge page on x86-64 and on most arm64 systems
 
@@ -35,7 +37,8 @@ def allocate_pages(nbytes: int) -> memoryview:
         else:
             memory = mmap.mmap(-1, size)
     except (OSError, ValueError, OverflowError) as error:
-        raise MemoryError(f"the system refused {size} bytes of host memory: {error}") from error
+        message = f"the system refused {size} bytes of host memory: {error}"
+        raise MemoryError(with_advice(message, error)) from error
     start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE if slack else 0
     if slack:
         huge_bytes = size // HUGE * HUGE

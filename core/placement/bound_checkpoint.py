@@ -32,6 +32,7 @@ from ..checkpoint.read_concurrency import ReadLimit
 from ..checkpoint.read_path import ReadPathTuner
 from ..checkpoint.segments import Segment
 from ..checkpoint.spill import allow_writes
+from ..common.commit_memory import with_advice
 from ..common.errors import BudgetError, UnsupportedError, WeightsError
 from ..common.sizes import format_size
 from ..device.engine import Engine
@@ -209,9 +210,8 @@ class Checkpoint:
             try:
                 value = torch.empty_strided(bound.shape, file_tensor.tensor.stride(), dtype=bound.dtype)
             except (RuntimeError, MemoryError) as error:
-                raise WeightsError(
-                    f"no memory for {show(bound.name)} of {bound.nbytes} bytes; stream it instead of reading it"
-                ) from error
+                message = f"no memory for {show(bound.name)} of {bound.nbytes} bytes; stream it instead of reading it"
+                raise WeightsError(with_advice(message, error)) from error
             raw = memory_of(value)
         policy = ReaderPolicy(direct=False, workers=self.settings.workers)
         with DiskReader(policy, checks=self.checks) as reader:

@@ -18,6 +18,7 @@ from ..checkpoint.mapped_views import FileRange, MappedViews
 from ..checkpoint.mapping import BoundTensor
 from ..checkpoint.segments import Segment
 from ..checkpoint.spill import allow_writes, checksum_of, spill
+from ..common.commit_memory import with_advice
 from ..common.errors import BudgetError
 from ..common.sizes import format_size
 from ..host.cache_pieces import LEAST_BUFFERS
@@ -77,9 +78,10 @@ def bind_ranges(
         checkpoint.unbind()
         allow_writes(entry.tensor for entry in entries)
         if isinstance(error, MemoryError):
-            raise BudgetError(
+            message = (
                 "host memory has no room for the weights that cannot stream from disk; name a folder as disk="
-            ) from error
+            )
+            raise BudgetError(with_advice(message, error)) from error
         raise
     return checkpoint
 
@@ -114,10 +116,11 @@ def bind_replaced(
         try:
             _bind(checkpoint, entry, found).trainable = before.trainable
         except MemoryError as error:
-            raise BudgetError(
+            message = (
                 f"host memory has no room for {entry.name}, which replaced a weight that streams from disk; name a folder as "
                 "disk="
-            ) from error
+            )
+            raise BudgetError(with_advice(message, error)) from error
 
 
 def _require_ram(

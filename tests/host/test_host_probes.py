@@ -296,6 +296,9 @@ def test_what_is_wrong_with_a_card_is_said(changes, topic, verdict):
 
 @pytest.mark.parametrize("changes, topic, verdict", [
     ({"usable": 2 * GIB}, "RAM", "poor"), ({"limit": 16 * GIB, "cgroup_limit": 16 * GIB}, "RAM limit", "fair"),
+    ({"commit_limit": 66 * GIB, "commit_left": 50 * GIB}, "page file", "poor"),
+    ({"commit_limit": 68 * GIB, "commit_left": 62 * GIB}, "page file", "fair"),
+    ({"commit_limit": 96 * GIB, "commit_left": 80 * GIB}, "page file", "good"),
     ({"swap_total": 8 * GIB, "swap_used": 4 * GIB}, "swap", "poor"), ({"memlock": 64 * 1024}, "ulimit -l", "info"),
     ({"wsl": True}, "WSL", "fair"),
 ])  # fmt: skip

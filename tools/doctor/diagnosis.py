@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...core.common.commit_memory import PAGEFILE_ADVICE
 from ...core.common.sizes import GIB, format_size
-from ...core.host.probe import NOT_ASKED
+from ...core.host.probe import NOT_ASKED, HostMemory
 from ..planner import presets
 from ..planner.presets import GB, TFLOPS
 from .hardware import Gpu, Hardware
@@ -294,7 +295,9 @@ def _memory(hardware: Hardware) -> list[Finding]:
                 {"limit": memory.limit},
             )
         )
-    if memory.swap_used > GIB:
+    if memory.commit_limit is not None and memory.commit_left is not None:
+        found.append(_page_file(memory, memory.commit_limit, memory.commit_left))
+    elif memory.swap_used > GIB:
         found.append(
             Finding(
                 "swap",
@@ -330,6 +333,27 @@ def _memory(hardware: Hardware) -> list[Finding]:
             )
         )
     return found
+
+
+def _page_file(memory: HostMemory, limit: int, left: int) -> Finding:
+    """Return the finding on Windows' page file, which bounds with the RAM what programs can allocate.
+
+    ``limit``, ``left``: bytes that all programs can allocate, and those that this one still can.
+    """
+    size = max(0, limit - memory.total)
+    value = f"{format_size(size)}; programs can allocate {format_size(left)} more ({format_size(limit)} with the RAM in all)"
+    data = {"page_file": size, "commit_limit": limit, "commit_left": left}
+    if left < memory.available:
+        return Finding(
+            "page file", value, "poor", f"RAM is free that no program can allocate. {PAGEFILE_ADVICE}", data
+        )
+    if size < memory.total // 4:
+        remedy = (
+            "a loader that maps a file is charged with all its bytes: let Windows manage the size of the page file, on a "
+            "drive with room for your largest model"
+        )
+        return Finding("page file", value, "fair", remedy, data)
+    return Finding("page file", value, "good", NOTHING, data)
 
 
 def _disk(hardware: Hardware) -> Finding:

@@ -21,6 +21,7 @@ from ...core.checkpoint.index import TensorEntry
 from ...core.codec import lossless, lossless_format
 from ...core.codec.blob_metadata import Packed
 from ...core.codec.registry import KbitCodec, LosslessCodec, get
+from ...core.common.commit_memory import with_advice
 from ...core.common.errors import UnsupportedError, WeightsError
 from .file_layout import whole_pages
 from .quant_scheme import QuantScheme
@@ -92,10 +93,11 @@ class CodecTransform:
             try:
                 self._buffers[0] = aligned_buffer(entry.nbytes)
             except (MemoryError, OSError) as error:
-                raise WeightsError(
+                message = (
                     f"{entry.file.path}: no memory for tensor {show(entry.name)} of {entry.nbytes} bytes, which is packed "
                     "whole; free some, or pack with --codec raw, which needs none"
-                ) from error
+                )
+                raise WeightsError(with_advice(message, error)) from error
         raw, at = self._buffers[0][: entry.nbytes], 0
         for part in parts:
             raw[at : at + len(part)] = part
