@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..host.arena import Block, storage_bytes
+from ..model.managed_tensor import waits_elsewhere
 from ..model.units import Unit
 from ..plan.residency import SMALL_UNIT
 
@@ -222,7 +223,9 @@ def move_small_tensors_out(tensors: Iterable[torch.Tensor], block: Block, always
     """
     start, end = block.data.data_ptr(), block.data.data_ptr() + block.data.numel()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        in_block = [t for t in tensors if t.device.type == "cpu" and start <= t.data_ptr() < end]
+        # A tensor that was put aside as it is may be packed since then. Its storage has no address to ask for.
+        with_bytes = [t for t in tensors if t.device.type == "cpu" and not waits_elsewhere(t)]
+        in_block = [t for t in with_bytes if start <= t.data_ptr() < end]
         if not always and 2 * sum(t.numel() * t.element_size() for t in in_block) >= block.data.numel():
             return
         for tensor in in_block:

@@ -611,3 +611,16 @@ def test_streamed_weights_that_train_beside_packed_ones_are_the_optimizer_s(devi
                 optimizer.zero_grad()
             assert torch.equal(*found)
         assert session.report().resident_packed_units
+
+
+@on_every_device
+def test_a_budget_may_fall_after_a_return_of_what_was_put_aside(device):
+    """Residents were put aside as they were. Some of them are packed when the budget falls."""
+    model, plain = model_and_copy()
+    with torch.no_grad(), carom.stream(
+        model, device=dataclasses.replace(device), vram=9 * BLOCK, codec="lossless", granularity="block"
+    ) as session:  # fmt: skip
+        session.park(keep=True)
+        for share in (9, 7, 6):
+            session.set_budget(vram=share * BLOCK)
+            assert torch.equal(model(inputs()), plain(inputs()))
