@@ -64,7 +64,8 @@ class Runtime:
         def allocate(result: int, nbytes: int, flags: int) -> int:
             if NAMES[2] in self.refuses:
                 return 2
-            memory = (ctypes.c_ubyte * (nbytes + PAGE))(*b"\xff" * 64)
+            memory = (ctypes.c_ubyte * (nbytes + PAGE))()
+            ctypes.memset(memory, 0xFF, nbytes + PAGE)
             address = ctypes.addressof(memory) + -ctypes.addressof(memory) % PAGE
             self.allocated[address] = memory
             ctypes.c_void_p.from_address(result).value = address
@@ -148,6 +149,11 @@ def test_memory_that_the_driver_allocates_is_counted_until_it_is_freed():
     gc.collect()
     assert arena.pinned_bytes == 0 and ALL_PINNED.nbytes == before and not runtime.allocated
     assert arena.pin(arena.allocate(2 * PAGE))
+    gc.collect()
+    runtime.refuses = tuple(NAMES)
+    refused = arena.allocate(PAGE)
+    assert arena.pinned_bytes == 0 and ALL_PINNED.nbytes == before
+    assert not arena.pin(refused) and "the driver allocates no more" in arena.notes[-1]
 
 
 def test_a_session_streams_from_memory_that_the_driver_allocates(monkeypatch):
@@ -206,13 +212,15 @@ def test_the_limit_of_wsl_is_found_by_a_trial(small_steps, most, room, limit):
 
 
 def test_on_wsl_the_trial_is_made_once_and_bounds_all_pins(small_steps, monkeypatch):
+    monkeypatch.setattr(system_pinner, "on_windows", lambda: False)
     monkeypatch.setattr(system_pinner, "is_wsl", lambda: True)
     monkeypatch.setattr(system_pinner, "_wsl_limits", {})
     driver = WslDriver(3 * MIB)
-    for _ in range(2):
-        pinner = system_pinner.system_pinner(driver.pinner, DEVICE, lambda: None)
+    system_pinner.system_pinner(driver.pinner, DEVICE, lambda: None)
     assert driver.peak == 3 * MIB
     driver.peak = 0
+    pinner = system_pinner.system_pinner(driver.pinner, DEVICE, lambda: None)
+    assert driver.peak == 0
     arena = HostArena(pinner, None)
     blocks = [arena.allocate(MIB) for _ in range(3)]
     limit = 2 * MIB - ALL_PINNED.nbytes

@@ -132,11 +132,13 @@ def wddm_total() -> int:
 
 
 def test_on_other_systems_nothing_is_asked_and_no_pin_is_limited(monkeypatch):
+    for module in (video_memory, system_pinner):
+        monkeypatch.setattr(module, "on_windows", lambda: False)
+    monkeypatch.setattr(system_pinner, "is_wsl", lambda: False)
     monkeypatch.setattr(dxgi, "adapters", lambda: pytest.fail("asked"))
     registering = Pinner(lambda address, size: None, lambda address: None)
     assert video_memory.local_memory(DEVICE) is None
-    if not system_pinner.is_wsl():
-        assert system_pinner.system_pinner(registering, DEVICE, lambda: None) is registering
+    assert system_pinner.system_pinner(registering, DEVICE, lambda: None) is registering
 
 
 def test_the_limit_is_read_again_for_each_pin(windows, monkeypatch):
