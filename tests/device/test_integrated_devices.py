@@ -86,7 +86,7 @@ def device_of(
 
 def a_host(total: int, free: int, usable: int) -> HostMemory:
     bare = replace(host_memory(), total=total, available=free, limit=total, usable=usable)
-    return replace(bare, cgroup_limit=None, cgroup_used=None)
+    return replace(bare, cgroup_limit=None, cgroup_used=None, commit_left=None)
 
 
 @pytest.mark.parametrize(

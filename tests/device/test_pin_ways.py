@@ -19,6 +19,7 @@ from carom.core.device.simulated import SimulatedEngine
 from carom.core.host.arena import HostArena, Pinner
 from carom.core.host.pin_limit import ALL_PINNED, PinLimit
 from carom.nodes import shared_ram
+from carom.tools.doctor import hardware
 
 DEVICE = torch.device("cuda", 0)
 NAMES = ["registration of heap memory", "registration of a section", "allocation by the driver"]
@@ -263,6 +264,7 @@ def test_the_pinner_of_a_runtime_on_windows_uses_the_way_that_works(monkeypatch)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(system_pinner, "on_windows", lambda: True)
     monkeypatch.setattr(system_pinner, "_ways", {})
+    monkeypatch.setattr(system_pinner, "runtime_library", lambda: None)
     monkeypatch.setattr(stream_engine, "_wait_at_exit", lambda device: None)
     for _ in range(2):
         pinner = stream_engine.runtime_pinner(DEVICE)
@@ -270,3 +272,6 @@ def test_the_pinner_of_a_runtime_on_windows_uses_the_way_that_works(monkeypatch)
     assert pinner.allocate is pin_ways.allocate_heap
     limit = pinner.limit(0)
     assert limit is not None and "40 %" in limit.reason
+    trials, limit = hardware.pinning(DEVICE)
+    assert [trial.refusal for trial in trials] == [None, None] and limit is not None
+    assert runtime.sizes == [MIB, MIB], "a trial of the second way, for `carom doctor`"

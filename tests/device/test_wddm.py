@@ -16,6 +16,7 @@ from carom.core.device.wddm import SHARED_LEFT, Segment
 from carom.core.host.arena import HostArena, Pinner
 from carom.core.host.pin_limit import ALL_PINNED
 from carom.core.session import settings
+from carom.tools.doctor import hardware
 from tests_fake_dxgi import Card, FakeDxgi
 
 DEVICE = torch.device("cuda", 0)
@@ -176,6 +177,7 @@ def test_free_memory_of_the_card_is_what_windows_leaves_to_this_process(windows)
     assert engine.free_bytes() == 3 * GIB
     memory = engine.memory()
     assert (memory.free, memory.total, memory.in_host_memory) == (3 * GIB, 4 * GIB, 0)
+    assert hardware.room_on_card(DEVICE, 6 * GIB) == 3 * GIB
 
 
 def test_memory_of_the_card_is_not_free_while_bytes_in_host_memory_have_to_return_there(windows):

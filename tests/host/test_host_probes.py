@@ -221,6 +221,9 @@ def small_gpu(monkeypatch):
         "measure_compute",
         lambda t, d, dtype: MEASURE(t, d, torch.float32, ((64, 64, 64), (32, 64, 128)), 0.01),
     )
+    # What Windows adds is tested in tests/device; the stand-in has no torch.device.
+    monkeypatch.setattr(hardware, "room_on_card", lambda device, free: free)
+    monkeypatch.setattr(hardware, "pinning", lambda device: ((), None))
     monkeypatch.setattr(hardware, "_smi", lambda query: "1024" if query == "memory.used" else "580.1")
     return used
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from carom.core.device import cuda_runtime
+from carom.core.device import cuda_runtime, system_pinner
 from carom.core.device.stream_engine import runtime_pinner
 from carom.core.host.arena import HostArena
 from carom.tools.doctor import hardware
@@ -80,6 +80,7 @@ def driver(request, monkeypatch):
         driver.launch()
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(system_pinner, "_ways", {})  # on Windows, what the driver of another test pinned
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     found = cuda_runtime.Runtime(driver.loaded(), "cuda") if request.param == "found" else None
     monkeypatch.setattr(cuda_runtime, "find", lambda: found)

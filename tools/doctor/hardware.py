@@ -357,7 +357,7 @@ def _pin_rates(torch, size: int) -> tuple[float, float | None]:
     return size / took, size / registered
 
 
-def _pins(device) -> tuple[tuple[PinTrial, ...], PinLimit | None]:
+def pinning(device) -> tuple[tuple[PinTrial, ...], PinLimit | None]:
     """Return the ways to get pinned memory that were tried, and the system's limit of pinned memory."""
     from ...core.device.stream_engine import runtime_pinner
     from ...core.device.system_pinner import tried_ways
@@ -366,7 +366,7 @@ def _pins(device) -> tuple[tuple[PinTrial, ...], PinLimit | None]:
     return tried_ways(device), limit
 
 
-def _free(device, free: int) -> int:
+def room_on_card(device, free: int) -> int:
     """Return the bytes of the card that this process can allocate, where the driver reports ``free``."""
     from ...core.device import wddm
     from ...core.device.video_memory import local_memory
@@ -411,10 +411,10 @@ def probe_gpu(memory: HostMemory) -> Gpu:
         # Pinning is timed on at most 256 MiB, and on less where little RAM is free.
         size = max(MIB, min(256 * MIB, memory.available // 16))
         pin = attempt("pinning", lambda: _pin_rates(torch, size)) or (None, None)
-        trials, limit = attempt("the ways of pinning", lambda: _pins(device)) or ((), None)
+        trials, limit = attempt("the ways of pinning", lambda: pinning(device)) or ((), None)
         torch.cuda.empty_cache()  # cached memory of the probes would count as used by this process later
     return Gpu(
-        index, properties.name, "rocm" if hip else "cuda", driver_version(), capability, total, _free(device, free), before,
+        index, properties.name, "rocm" if hip else "cuda", driver_version(), capability, total, room_on_card(device, free), before,
         link, combined_rate(by_shape) if by_shape else None, by_shape, "bf16" if bf16 else "fp16",
         memory_rate, pin[0], pin[1], launch, layer, failures, trials, limit,
     )  # fmt: skip
