@@ -12,6 +12,7 @@ from carom.core.checkpoint import mapped_views, memory_maps, memory_maps_windows
 from carom.core.checkpoint.mapped_views import MappedViews
 from carom.core.host import page_release
 from carom.core.host.page_release import MappedFiles
+from carom.core.session import settings
 from safetensors.torch import load_file, save_file
 from tests_mapped_memory import MappedMemory, posix_path
 
@@ -86,6 +87,13 @@ def test_a_session_with_a_mapped_model_writes_nothing_to_the_folder(tmp_path):
     with carom.stream(model, device="cpu", vram="600KB", ram="400KB", disk=folder) as session:
         assert torch.equal(model(x), expected) and session.report().disk_bytes_per_step
         assert not list(folder.iterdir())
+
+
+def test_weights_that_wait_in_memory_count_for_a_card_that_shares_it_and_mapped_ones_do_not(mapped):
+    module = torch.nn.Module()
+    module.register_buffer("mapped", mapped)
+    module.register_buffer("own", torch.zeros(1000))
+    assert settings.waiting_bytes(module) == 4000
 
 
 @pytest.mark.parametrize(
