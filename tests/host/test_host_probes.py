@@ -197,6 +197,9 @@ class StandInEvent:
 def small_gpu(monkeypatch):
     """torch.cuda answered by the CPU: enough for the probe's own logic, not for its figures."""
     cuda = torch.cuda
+    monkeypatch.setattr(
+        "carom.core.device.video_memory.on_windows", lambda: False
+    )  # its DXGI has no such card
     used = {"largest": 0}
     zeros = torch.zeros
 

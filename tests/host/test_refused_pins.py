@@ -74,6 +74,7 @@ class _Function:
 def driver(request, monkeypatch):
     """In torch's place: with its library found among the loaded ones, and with only torch's own calls to be had."""
     driver = Driver()
+    monkeypatch.setattr("carom.core.device.system_pinner.on_windows", lambda: False)  # its ways: test_wddm.py
 
     def zeros(*size: int, device: torch.device) -> None:
         assert device == DEVICE
