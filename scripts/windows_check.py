@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -38,16 +39,17 @@ RESULT = "result.json"
 SECONDS = 900.0  # for a part; a demo on a slow CPU takes minutes
 
 
-def load_carom() -> Any:
-    """Return the package of this checkout, whatever its folder is called."""
-    spec = importlib.util.spec_from_file_location(
-        "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
-    assert spec and spec.loader
-    package = importlib.util.module_from_spec(spec)
-    sys.modules["carom"] = package
-    spec.loader.exec_module(package)
-    return package
+def of_carom(name: str = "") -> Any:
+    """Return the module ``name`` of the Carom of this checkout, whatever its folder is called; without a name the package."""
+    if "carom" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        )
+        assert spec and spec.loader
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["carom"] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"carom.{name}" if name else "carom")
 
 
 # -- the parts. Each takes a folder of its own and the size in bytes, and returns what is written to the file.
@@ -55,10 +57,11 @@ def load_carom() -> Any:
 
 def check_system(folder: Path, size: int) -> dict[str, Any]:
     """The machine."""
-    carom = load_carom()
+    carom = of_carom()
     import psutil
     import torch
-    from carom.core.host.probe import host_memory  # type: ignore[import-not-found]
+
+    host_memory = of_carom("core.host.probe").host_memory
 
     memory, swap = host_memory(), psutil.swap_memory()
     found: dict[str, Any] = {
@@ -79,10 +82,9 @@ def check_system(folder: Path, size: int) -> dict[str, Any]:
 
 def check_pins(folder: Path, size: int) -> dict[str, Any]:
     """Pinned memory, in blocks until one is refused."""
-    load_carom()
-    from carom.core.device.make_engine import make_engine  # type: ignore[import-not-found]
-    from carom.core.device.system_pinner import tried_ways  # type: ignore[import-not-found]
-    from carom.core.host.arena import HostArena  # type: ignore[import-not-found]
+    make_engine = of_carom("core.device.make_engine").make_engine
+    tried_ways = of_carom("core.device.system_pinner").tried_ways
+    HostArena = of_carom("core.host.arena").HostArena
 
     engine = make_engine(None)
     if engine.pinner is None:
@@ -106,10 +108,11 @@ def check_pins(folder: Path, size: int) -> dict[str, Any]:
 
 def check_reads(folder: Path, size: int) -> dict[str, Any]:
     """Unbuffered reads of a file."""
-    load_carom()
-    from carom.core.checkpoint.direct_io import open_raw  # type: ignore[import-not-found]
-    from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy  # type: ignore[import-not-found]
-    from carom.core.checkpoint.index import open_index  # type: ignore[import-not-found]
+    open_raw = of_carom("core.checkpoint.direct_io").open_raw
+    disk_reader = of_carom("core.checkpoint.disk_reader")
+    DiskReader = disk_reader.DiskReader
+    ReaderPolicy = disk_reader.ReaderPolicy
+    open_index = of_carom("core.checkpoint.index").open_index
 
     size = min(size, 1 << 30)
     path, expected = folder / "m.safetensors", 0
@@ -139,10 +142,10 @@ def check_reads(folder: Path, size: int) -> dict[str, Any]:
 
 def check_spill(folder: Path, size: int) -> dict[str, Any]:
     """Weights that are spilled to a file, and the weights of a mapped file."""
-    load_carom()
     import torch
-    from carom.core.checkpoint.mapped_views import MappedViews  # type: ignore[import-not-found]
-    from carom.core.checkpoint.spill import spill  # type: ignore[import-not-found]
+
+    MappedViews = of_carom("core.checkpoint.mapped_views").MappedViews
+    spill = of_carom("core.checkpoint.spill").spill
     from safetensors.torch import load_file, save_file
 
     nbytes = min(size // 4, 512 * MIB)
@@ -167,9 +170,9 @@ def check_spill(folder: Path, size: int) -> dict[str, Any]:
 
 def check_triton(folder: Path, size: int) -> dict[str, Any]:
     """Triton decodes packed weights on the GPU."""
-    load_carom()
     import torch
-    from carom.tools.doctor.amd import try_triton  # type: ignore[import-not-found]
+
+    try_triton = of_carom("tools.doctor.amd").try_triton
 
     if not torch.cuda.is_available():
         return {"skipped": "there is no GPU"}
@@ -198,7 +201,7 @@ def check_stream(folder: Path, size: int) -> dict[str, Any]:
 
     It has ``size`` bytes and gets a quarter of that. The results are compared with those of the same layers, one by one.
     """
-    carom = load_carom()
+    carom = of_carom()
     import torch
     from safetensors import safe_open
     from torch import nn
@@ -291,8 +294,7 @@ def write_header(file: Any, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> 
 
 def run_command(*arguments: str) -> dict[str, Any]:
     """Run a command of Carom in this process and return the JSON that it printed. Raises RuntimeError if it failed."""
-    load_carom()
-    from carom.cli.main import main  # type: ignore[import-not-found]
+    main = of_carom("cli.main").main
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
