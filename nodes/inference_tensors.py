@@ -63,7 +63,7 @@ def own_memory(module: nn.Module) -> None:
     """
     if not module.__dict__.get(MAPPED, False):
         return
-    read_only = [file for file in mapped_files() if not file.writable]
+    read_only = [part for file in mapped_files() for part in file.read_only]
     if not lists_files():
         del module.__dict__[MAPPED]
     made: dict[int, Any] = {}
@@ -74,7 +74,7 @@ def own_memory(module: nn.Module) -> None:
                 if tensor is None or not is_plain(tensor) or tensor.device.type != "cpu":
                     continue
                 address = tensor.data_ptr()
-                if lists_files() and not any(file.start <= address < file.end for file in read_only):
+                if lists_files() and not any(start <= address < end for start, end in read_only):
                     continue
                 if id(tensor) not in made:
                     new = tensor.detach().clone()

@@ -26,7 +26,7 @@ _HAS_MEMORY = np.uint64(3 << 62)  # the page is present, or swapped out
 class MappedFile:
     """The addresses ``start`` to ``end`` hold the bytes of the file ``path`` from byte ``offset``.
 
-    ``offset``: None where the system does not tell it. ``writable``: whether the process may write to all of them.
+    ``offset``: None where the system does not tell it. ``read_only``: address ranges that the process must not write to.
     ``copied``: address ranges of pages that are private copies, because the process wrote to them. It is None on Linux,
     where `is_unwritten` asks the system each time.
     """
@@ -36,7 +36,7 @@ class MappedFile:
     offset: int | None
     inode: int
     path: str
-    writable: bool = True
+    read_only: tuple[tuple[int, int], ...] = ()
     copied: tuple[tuple[int, int], ...] | None = None
 
     def is_unwritten(self, address: int, nbytes: int) -> bool:
@@ -74,13 +74,14 @@ def _linux_files() -> list[MappedFile]:
         if len(parts) < 6 or parts[4] == "0" or not parts[5].startswith("/") or parts[5].startswith("/dev/"):
             continue
         start, end = (int(part, 16) for part in parts[0].split("-"))
-        offset, inode, path, writable = int(parts[2], 16), int(parts[4]), parts[5], "w" in parts[1]
+        offset, inode, path = int(parts[2], 16), int(parts[4]), parts[5]
+        read_only = () if "w" in parts[1] else ((start, end),)
         last = found[-1] if found else None
         continues = last and (last.end, last.inode, last.path) == (start, inode, path)
         if last and continues and last.offset is not None and last.offset + last.end - last.start == offset:
-            found[-1] = MappedFile(last.start, end, last.offset, inode, path, last.writable and writable)
+            found[-1] = MappedFile(last.start, end, last.offset, inode, path, (*last.read_only, *read_only))
         else:
-            found.append(MappedFile(start, end, offset, inode, path, writable))
+            found.append(MappedFile(start, end, offset, inode, path, read_only))
     return found
 
 
@@ -106,8 +107,8 @@ def windows_files(kernel32: Any) -> list[MappedFile]:
             continue
         offset = 0 if end - start == -(-status.st_size // PAGE) * PAGE else None
         copied = tuple((region.start, region.end) for region in regions if region.copied)
-        writable = all(region.writable for region in regions)
-        found.append(MappedFile(start, end, offset, status.st_ino, path, writable, copied))
+        read_only = tuple((region.start, region.end) for region in regions if not region.writable)
+        found.append(MappedFile(start, end, offset, status.st_ino, path, read_only, copied))
     return found
 
 
