@@ -62,10 +62,8 @@ class PackedWrites:
     def _room(self, packed: PackedTensor, backing: PackedBacking) -> int:
         """Return the bytes of the unit's block that the weight's new value may take; 0 if the old value must stay."""
         moving = self._moving is not None and self._moving[0] is backing
-        closed = backing.runtime.closed  # the session is parked, and the block is kept for its next layout
-        if not self._in_place or moving or closed:
-            return 0
-        if packed.snapshots or not packed.lies_in(backing.block.data):
+        # The unit of a parked session has no block, because the block is kept for the next layout.
+        if not self._in_place or moving or packed.snapshots or not packed.lies_in(backing.block.data):
             return 0
         return packed.blob.numel() if packed.header is None else min(self._most, packed.room)
 

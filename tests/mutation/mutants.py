@@ -378,6 +378,22 @@ MUTANTS: list[Mutant] = [
         ("        self._versions.pop(unit.index, None)\n", "", "a block made anew is not copied"),
     ),
     *_of(
+        "core/placement/packed_writes.py",
+        (
+            "            self._engine.synchronize()  # copies from the block may be running\n",
+            "",
+            "bytes are written over while they are copied from",
+        ),
+        (" or packed.snapshots or", " or", "a value that was taken before a write is written over"),
+        (" or moving or", " or", "a unit that moves to a new block is written to in the old one"),
+        (
+            "            self.settle()\n        packed.header",
+            "            pass\n        packed.header",
+            "two units wait to move to new blocks",
+        ),
+        ("                    self._renew_decoder(backing)\n", "", "the decoder of a former value is kept"),
+    ),
+    *_of(
         "core/placement/packed_tier.py",
         (
             "self.engine.synchronize()  # copies from the old block",

@@ -101,22 +101,30 @@ def test_a_program_that_writes_once_gets_blocks_without_spare_room():
 @everywhere
 def test_a_value_that_packs_worse_moves_the_unit_to_a_new_block(device, made):
     session, model, plain = streamed(device)
-    noise = torch.randint(0, 255, (4 * WIDE, WIDE, 2), dtype=torch.uint8).view(torch.bfloat16)[..., 0]
-    new = torch.where(noise.isfinite(), noise, 0).clamp(-1, 1)
+
+    def write(name: str, value: torch.Tensor) -> None:
+        session.write(name, value)
+        plain.get_parameter(name).copy_(value)
+
     with session, torch.no_grad():
-        before = len(made)
-        # The first write to the unit fits, the second does not, and the third goes to the unit while it waits to move.
-        session.write("blocks.1.down.weight", plain.blocks[1].down.weight * 1.001)
-        session.write(NAME, new)
-        session.write("blocks.1.down.weight", plain.blocks[1].down.weight * 1.002)
-        plain.blocks[1].down.weight *= 1.002
-        plain.blocks[1].up.weight.copy_(new)
-        assert len(made) > before
-        for name in (NAME, "blocks.1.down.weight"):
+        noise = torch.randint(0, 255, (4 * WIDE, WIDE, 2), dtype=torch.uint8).view(torch.bfloat16)[..., 0]
+        noise = torch.where(noise.isfinite(), noise, 0).clamp(-1, 1)
+        down = plain.blocks[1].down.weight * 1.001
+        larger = down.clone()
+        larger[0, :300] *= 1e-6  # rare exponents take more bytes
+        made.clear()
+        write("blocks.1.down.weight", down)
+        assert made == []
+        write(NAME, noise)
+        assert len(made) == 1
+        write("blocks.1.down.weight", larger)  # while the unit waits to move
+        write("blocks.3.up.weight", noise * 0.5)  # another unit that moves
+        for name in (NAME, "blocks.1.down.weight", "blocks.3.up.weight"):
             assert torch.equal(session.read(name), plain.get_parameter(name))
         assert torch.equal(run(model, device), run(plain, "cpu"))
-        session.write(NAME, new * 0.5)
-        plain.blocks[1].up.weight *= 0.5
+        made.clear()
+        write(NAME, noise * 0.5)
+        assert made == []
         assert torch.equal(run(model, device), run(plain, "cpu"))
 
 
@@ -133,7 +141,10 @@ def test_the_code_of_the_old_value_is_taken_again(monkeypatch):
     with session:
         add(session, plain, 1.0)
         assert not chosen
+        packed = inside(session).shelf[id(model.get_parameter(NAME))]
+        before = packed.blob.numel()
         session.write(NAME, torch.zeros(4 * WIDE, WIDE).bfloat16())
+        assert chosen and packed.blob.numel() < 0.85 * before, "an old code that fits badly is not kept"
         session.write(NAME, plain.get_parameter(NAME).detach())
         assert torch.equal(run(model, "cpu"), run(plain, "cpu"))
 
@@ -156,6 +167,8 @@ def test_a_write_to_a_parked_session_is_in_its_next_layout(device):
         add(session, plain, 1.0)
         session.park(keep=True)
         add(session, plain, 2.0)
+        plain.get_parameter(NAME).data.zero_()
+        session.write(NAME, plain.get_parameter(NAME).detach())  # packed by another code
         assert torch.equal(run(model, device), run(plain, "cpu"))
         add(session, plain, -2.0)
         session.set_budget(vram=2 * VRAM)
