@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import carom
@@ -30,6 +31,8 @@ def weight_of(model: nn.Module, name: str) -> bytes:
 
 def flip(folder: Path, weight: bytes, at: int) -> None:
     """Change bit 0 of byte ``at`` of ``weight`` in the spill file, as a drive does: the file's times stay."""
+    if sys.platform == "win32":
+        pytest.skip("Windows lets only programs open a spill file that allow its deletion")
     (path,) = folder.glob("carom-spill-*")
     status, offset = path.stat(), path.read_bytes().index(weight) + at
     with path.open("r+b") as file:
@@ -154,6 +157,7 @@ def test_a_users_file_that_was_cut_off_is_an_error_at_close(tmp_path, model):
     assert not any(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows replaces no mapped file")
 def test_a_file_that_was_replaced_by_a_shorter_one_is_mapped_still(tmp_path, model):
     path = tmp_path / "w.safetensors"
     save_file(model.state_dict(), path)
