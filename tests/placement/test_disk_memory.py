@@ -23,6 +23,7 @@ from carom.core.checkpoint import spill as spilling
 from carom.core.checkpoint import spill_file
 from carom.core.checkpoint.direct_io import open_raw
 from carom.core.checkpoint.mapped_views import FileRange, MappedViews
+from carom.core.checkpoint.memory_maps import lists_files
 from carom.core.device.simulated import SimulatedEngine
 from safetensors.torch import load_file, save_file
 from tests_disk_harness import least_on_disk, within_ram
@@ -41,7 +42,10 @@ from tests_pairwise import each, pairwise
 from torch import nn
 
 CASES = models.CASES
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/maps is Linux's")
+MAPS = pytest.mark.skipif(not lists_files(), reason="the system does not tell which files are mapped")
+LINUX = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="locks, signals and names of files are Linux's"
+)
 RAM = 8192  # bytes: the least that reading works with
 
 
@@ -134,7 +138,7 @@ def test_a_module_of_a_mapped_file_is_exact_and_writes_nothing(tmp_path, device,
     assert_same(expected, infer(model.to(where), Wide, where))
 
 
-test_a_module_of_a_mapped_file_is_exact_and_writes_nothing = LINUX(
+test_a_module_of_a_mapped_file_is_exact_and_writes_nothing = MAPS(
     test_a_module_of_a_mapped_file_is_exact_and_writes_nothing
 )
 
@@ -153,7 +157,7 @@ def test_lora_over_weights_on_disk_trains_as_without_offloading(tmp_path, device
         assert_same(expected, train(model, Wide, where))
 
 
-@LINUX
+@MAPS
 def test_what_transformers_loads_streams_from_its_own_files(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -174,7 +178,7 @@ def test_what_transformers_loads_streams_from_its_own_files(tmp_path):
             assert session.report().disk_bytes_per_step > 0
 
 
-@LINUX
+@MAPS
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_checkpoint_that_transformers_loads_streams_from_its_file(tmp_path, bits):
     transformers = pytest.importorskip("transformers")
@@ -240,7 +244,7 @@ def test_values_are_read_and_written_while_they_are_on_disk(tmp_path, device):
     assert_same(changed, infer(model.to(where), Wide, where))
 
 
-@LINUX
+@MAPS
 def test_pages_that_were_written_are_not_taken_from_the_file(tmp_path):
     model = mapped(wide(), tmp_path)
     with torch.no_grad():
@@ -253,7 +257,7 @@ def test_pages_that_were_written_are_not_taken_from_the_file(tmp_path):
     assert model.blocks[3][0].weight[5, 7] == 9.0
 
 
-@LINUX
+@MAPS
 def test_memory_that_differs_from_the_file_is_not_taken_from_it(tmp_path, monkeypatch):
     """The system's list of mappings is taken as wrong here: the bytes decide."""
     from carom.core.checkpoint import mapped_views
@@ -490,7 +494,7 @@ def test_a_killed_process_leaves_a_file_that_the_next_one_deletes(tmp_path):
     assert len(kept) == 1
 
 
-@LINUX
+@MAPS
 def test_two_processes_with_one_folder_leave_each_other_alone(tmp_path):
     kept = spilling.spill([torch.randn(5000)], tmp_path)
     script = textwrap.dedent(
