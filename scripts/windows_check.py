@@ -58,16 +58,15 @@ def of_carom(name: str = "") -> Any:
 def check_system(folder: Path, size: int) -> dict[str, Any]:
     """The machine."""
     carom = of_carom()
-    import psutil
     import torch
 
     host_memory = of_carom("core.host.probe").host_memory
 
-    memory, swap = host_memory(), psutil.swap_memory()
+    memory = host_memory()
     found: dict[str, Any] = {
         "system": platform.platform(), "python": sys.version, "executable": sys.executable, "torch": torch.__version__,
         "cuda": torch.version.cuda, "hip": torch.version.hip, "carom": carom.__version__,
-        "memory": {key: str(value) for key, value in vars_of(memory).items()}, "page_file": list(swap),
+        "memory": {key: str(value) for key, value in vars_of(memory).items()},
         "free_on_drive": shutil.disk_usage(folder).free, "code_page": io.text_encoding(None),
         "output_encoding": sys.stdout.encoding,
     }  # fmt: skip

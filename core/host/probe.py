@@ -37,8 +37,8 @@ class HostMemory:
     """Host memory sizes in bytes.
 
     `limit` and `limit_by`: the lowest limit that applies, and its name. `usable`: the bytes that weights may
-    take now. `commit_limit` and `commit_left`: on Windows, the bytes that all programs together can allocate, and
-    those of them that this process can still allocate.
+    take now. `swap_used`: 0 on Windows. `commit_limit` and `commit_left`: on Windows, the bytes that all programs
+    together can allocate, and those of them that this process can still allocate.
     """
 
     total: int
@@ -207,20 +207,28 @@ def on_windows() -> bool:
     return sys.platform == "win32"
 
 
+def _swap() -> tuple[int, int]:
+    """Return the bytes of swap, and those in use. Not for Windows: psutil reads performance counters there, which takes
+    long, and raises RuntimeError where they are disabled (psutil's issue 2681).
+    """
+    found = psutil.swap_memory()
+    return found.total, found.used
+
+
 def host_memory() -> HostMemory:
     """Return the sizes and limits of host memory."""
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    windows = on_windows()
+    memory, windows = psutil.virtual_memory(), on_windows()
     group_limit, group_used = cgroup_memory() if sys.platform == "linux" else (None, None)
     wsl = sys.platform == "linux" and is_wsl()
     commit = read_commit() if windows else None
     # Both from one call on Windows, so that the two agree.
     available = memory.available if commit is None else commit.available_physical
     commit_limit, commit_left = (None, None) if commit is None else (commit.limit, commit.left)
+    swap_total, swap_used = _swap() if not windows else (max(0, (commit_limit or 0) - memory.total), 0)
     limit, by, usable = usable_memory(memory.total, available, group_limit, group_used, commit_left)
     return HostMemory(
         memory.total, available, limit, by, usable, group_limit, group_used, _memlock(),
-        swap.total, swap.used, wsl, windows, commit_limit, commit_left,
+        swap_total, swap_used, wsl, windows, commit_limit, commit_left,
     )  # fmt: skip
 
 

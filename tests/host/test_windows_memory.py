@@ -69,6 +69,16 @@ def test_no_more_is_taken_than_the_commit_limit_leaves(windows, commit_left):
     assert (memory.commit_limit, memory.commit_left) == (40 * GIB, commit_left * GIB)
 
 
+def test_disabled_performance_counters_do_not_matter(windows, monkeypatch):
+    def refuse() -> None:
+        raise RuntimeError("PdhAddEnglishCounterW failed. Performance counters may be disabled.")
+
+    windows(32 * GIB, 25 * GIB, 20 * GIB)
+    monkeypatch.setattr(probe.psutil, "swap_memory", refuse)
+    memory = probe.host_memory()
+    assert (memory.swap_total, memory.swap_used) == (8 * GIB, 0)
+
+
 def test_without_an_answer_of_windows_the_available_memory_counts(windows, monkeypatch):
     windows(32 * GIB, 25 * GIB, 1 * GIB)
     monkeypatch.delattr(ctypes, "WinDLL")
