@@ -7,6 +7,7 @@ deleted by the next one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -47,12 +48,14 @@ def link_folder(source: Path, target: Path) -> None:
     if sys.platform == "win32":
         import _winapi
 
-        try:
+        with contextlib.suppress(OSError):
             _winapi.CreateJunction(str(source), str(target))
-            return
-        except OSError:  # the folder is on a network drive, for example
-            if os.path.lexists(target):
-                target.rmdir()
+            # A junction to a network drive is made without an error, and leads nowhere. One that is on a network drive
+            # is followed by the server, whose folder it would lead to.
+            if os.path.samefile(source, target):
+                return
+        if os.path.lexists(target):
+            target.rmdir()
     target.symlink_to(source, target_is_directory=True)
 
 

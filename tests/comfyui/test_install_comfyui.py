@@ -237,6 +237,27 @@ def test_where_no_junction_can_be_made_it_copies(comfyui, junctions, monkeypatch
     assert command.install(comfyui).how == "copied"
 
 
+@pytest.mark.parametrize("leads_to", ["nowhere", "another folder"])
+def test_a_junction_that_does_not_lead_to_the_checkout_is_not_kept(
+    comfyui, junctions, monkeypatch, tmp_path, leads_to
+):
+    other = tmp_path / "of the server"
+    if leads_to == "another folder":
+        other.mkdir()
+        (other / "kept").touch()
+    monkeypatch.setattr(sys.modules["_winapi"], "CreateJunction", lambda _, path: os.symlink(other, path))
+    rmdir = Path.rmdir  # deletes a junction on Windows, and not what it leads to
+    monkeypatch.setattr(Path, "rmdir", lambda path: path.unlink() if path.is_symlink() else rmdir(path))
+
+    def refuse(*_arguments, **_options) -> None:
+        raise OSError("a required privilege is not held by the client")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    assert command.install(comfyui).how == "copied"
+    assert (target(comfyui) / "nodes" / "extension.py").is_file()
+    assert leads_to == "nowhere" or (other / "kept").is_file()
+
+
 def test_a_junction_is_a_link_although_it_is_no_symbolic_link(tmp_path, monkeypatch):
     found = types.SimpleNamespace(st_mode=stat.S_IFDIR | 0o777, st_reparse_tag=0xA0000003)
     monkeypatch.setattr(os, "lstat", lambda path: found)
