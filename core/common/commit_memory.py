@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +66,14 @@ def read_commit() -> Commit | None:
 
 
 def is_commit_limit(error: BaseException | None) -> bool:
-    """Return whether ``error``, or one that caused it, says that Windows' commit limit is reached (error 1455)."""
+    """Return whether ``error``, or one that caused it, says that Windows' commit limit is reached (error 1455).
+
+    A MemoryError of Python or numpy has no number. On Windows it means the same: 64-bit addresses do not run out.
+    """
     while error is not None:
         if getattr(error, "winerror", None) == 1455 or _REFUSED.search(str(error)):
+            return True
+        if sys.platform == "win32" and isinstance(error, MemoryError):
             return True
         error = error.__cause__
     return False

@@ -42,11 +42,17 @@ def test_the_error_is_recognised_as_each_library_writes_it(error):
     assert with_advice(with_advice("no memory", later), later).count(PAGEFILE_ADVICE) == 1
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left"), ValueError("1455 is too large"), MemoryError()]
-)
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("1455 is too large")])
 def test_other_errors_are_not(error):
     assert with_advice("failed", error) == "failed"
+
+
+def test_on_windows_an_error_of_memory_without_a_number_is_one_too(monkeypatch):
+    error = MemoryError("Unable to allocate 8.00 GiB for an array with shape (8589934592,)")
+    monkeypatch.setattr(commit_memory.sys, "platform", "linux")
+    assert with_advice("failed", error) == "failed"
+    monkeypatch.setattr(commit_memory.sys, "platform", "win32")
+    assert with_advice("failed", error) == f"failed. {PAGEFILE_ADVICE}"
 
 
 def test_an_allocation_says_it(monkeypatch):
