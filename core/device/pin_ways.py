@@ -112,7 +112,8 @@ def driver_pinner(library: Any, prefix: str, forget_error: Callable[[], None]) -
             forget_error()
             raise MemoryError(f"the driver refused {nbytes} bytes of pinned memory: error {code}")
         memory = (ctypes.c_ubyte * nbytes).from_address(address.value)
-        weakref.finalize(memory, release, address.value)
+        # The end of the process frees it. Until then, functions that run at exit may still use the memory.
+        weakref.finalize(memory, release, address.value).atexit = False
         ctypes.memset(address.value, 0, nbytes)
         return memoryview(memory).cast("B")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,23 @@ def test_memory_that_the_driver_allocates_is_counted_until_it_is_freed():
     refused = arena.allocate(PAGE)
     assert arena.pinned_bytes == 0 and ALL_PINNED.nbytes == before
     assert not arena.pin(refused) and "the driver allocates no more" in arena.notes[-1]
+
+
+def test_memory_of_the_driver_is_not_freed_at_exit_where_it_may_be_in_use_still(monkeypatch):
+    made = []
+
+    class Recorded(weakref.finalize):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(pin_ways.weakref, "finalize", Recorded)
+    runtime = Runtime(*NAMES[:2])
+    memory = runtime.ways().pinner().allocate(PAGE)
+    assert made and not any(one.atexit for one in made if one.alive) and len(runtime.allocated) == 1
+    del memory
+    gc.collect()
+    assert not runtime.allocated
 
 
 def test_a_session_streams_from_memory_that_the_driver_allocates(monkeypatch):
