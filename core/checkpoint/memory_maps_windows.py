@@ -8,6 +8,7 @@ https://learn.microsoft.com/windows/win32/memory/memory-protection-constants.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,7 +89,9 @@ def file_at(kernel32: Any, address: int, drives: dict[str, str]) -> str | None:
         return None
     path = name.value
     if path.startswith(_NETWORK):
-        return "\\\\" + path[len(_NETWORK) :]
+        # The names of the redirector and of the drive may come first: ";LanmanRedirector\;Z:0000000000012345".
+        parts = path[len(_NETWORK) :].split("\\")
+        return "\\\\" + "\\".join(itertools.dropwhile(lambda part: part.startswith(";"), parts))
     for device, letter in drives.items():
         if path.startswith(device + "\\"):
             return letter + path[len(device) :]

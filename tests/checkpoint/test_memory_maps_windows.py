@@ -102,6 +102,7 @@ def test_weights_that_wait_in_memory_count_for_a_card_that_shares_it_and_mapped_
         ("\\Device\\HarddiskVolume3\\models\\m.safetensors", "C:\\models\\m.safetensors"),
         ("\\Device\\HarddiskVolume31\\m.safetensors", "\\\\?\\GLOBALROOT\\Device\\HarddiskVolume31\\m.safetensors"),
         ("\\Device\\Mup\\nas\\models\\m.safetensors", "\\\\nas\\models\\m.safetensors"),
+        ("\\Device\\Mup\\;LanmanRedirector\\;Z:000000000003e7a1\\nas\\models\\m", "\\\\nas\\models\\m"),
         ("", None),
     ],
 )  # fmt: skip
