@@ -204,7 +204,7 @@ def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: in
 def open_file(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
     path = posix_path(path)
     temporary, kept = bool(flags & O_FLAGS["O_TEMPORARY"]), flags & ~_OURS
-    if kept & os.O_RDWR and not temporary and _called_from_shape():
+    if not temporary and _called_from_shape():
         _check_sharing(path)
     if kept & os.O_TRUNC:
         _check_truncate(path)
