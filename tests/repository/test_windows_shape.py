@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -85,6 +86,24 @@ def test_code_in_the_shape_sees_windows(windows_python, tmp_path):
         "temporary": [True, None, False], "commit limit": 1455, "child": "win32", "library": True,
     }  # fmt: skip
     assert not (tmp_path / "at exit").exists()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+handle = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT | os.O_TEMPORARY)
+assert Path(sys.argv[1]).exists()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_file_that_is_deleted_when_closed_goes_with_a_killed_process(windows_python, tmp_path):
+    assert windows_python("-c", KILLED, str(tmp_path / "with space")).returncode
+    give_up = time.monotonic() + 10
+    while (tmp_path / "with space").exists() and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert not (tmp_path / "with space").exists()
 
 
 UNBUFFERED = """

@@ -221,7 +221,31 @@ def share(handle: int, delete: Any = None) -> int:
     if delete is not None:
         status = os.fstat(moved)
         _delete_on_close[moved] = os.path.abspath(os.fspath(delete)), status.st_dev, status.st_ino
+        _delete_after_death(_delete_on_close[moved][0], status.st_ino)
     return moved
+
+
+# A process that reads "inode path" lines and deletes those files when the other end of its input is closed, however that
+# happens: Windows closes the handles of a killed process. It is nobody's child, and does not end with a group.
+_UNDERTAKER = """
+{ while read -r inode path; do set -- "$@" "$inode" "$path"; done
+  while [ $# -gt 0 ]; do [ "$(stat -c %i "$2" 2>/dev/null)" = "$1" ] && rm -f "$2"; shift 2; done; } <&3 3<&- &
+"""
+
+
+@functools.cache
+def _undertaker(process: int) -> int:
+    """Return the descriptor to which files are written that are deleted after the death of this process, ``process``."""
+    read, write = os.pipe()
+    command = ["sh", "-c", f"exec 3<&0; {_UNDERTAKER}"]
+    quiet = subprocess.DEVNULL
+    subprocess.run(command, stdin=read, stdout=quiet, stderr=quiet, start_new_session=True, check=True)
+    _close_real(read)
+    return write
+
+
+def _delete_after_death(path: str, inode: int) -> None:
+    os.write(_undertaker(os.getpid()), f"{inode} {path}\n".encode())
 
 
 def close(handle: int) -> None:
