@@ -8,6 +8,7 @@ handle is closed (FILE_FLAG_DELETE_ON_CLOSE, which Python calls O_TEMPORARY), so
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import mmap
@@ -54,6 +55,7 @@ class SpillFile:
             path = folder / f"{PREFIX}{os.getpid()}-{next(_number)}{SUFFIX}"
             with contextlib.suppress(FileExistsError):
                 handle = os.open(path, flags, 0o600)
+                _keep_write_time(handle)
                 _lock_file(handle)
                 if path.exists():
                     return cls(path, handle)
@@ -127,6 +129,24 @@ def delete_abandoned(folder: Path) -> None:
                 os.close(handle)
             if sys.platform == "win32":
                 _delete(path)  # Windows does not delete a file that is open
+
+
+def _keep_write_time(handle: int) -> None:
+    """On Windows, let writes through ``handle`` not change the time of the file's last write. Elsewhere do nothing.
+
+    Windows sets that time when it likes, at the latest when the handle is closed. Here the handle stays open as long as the
+    file is used, and a file whose time has changed counts as written to by another program. See
+    https://learn.microsoft.com/windows/win32/api/fileapi/nf-fileapi-setfiletime.
+    """
+    if sys.platform != "win32":
+        return
+    import msvcrt
+
+    set_time = ctypes.WinDLL("kernel32").SetFileTime
+    set_time.argtypes = [ctypes.c_void_p] * 4
+    unchanged = ctypes.c_uint64(0xFFFFFFFFFFFFFFFF)
+    # A file system that refuses this keeps the usual rules.
+    set_time(msvcrt.get_osfhandle(handle), None, None, ctypes.byref(unchanged))
 
 
 def _lock_file(handle: int, wait: bool = True) -> None:

@@ -174,6 +174,15 @@ def SetFilePointerEx(handle, distance, new, how):
     return 1
 
 
+@fake("kernel32", BOOL, HANDLE, POINTER, POINTER, POINTER)
+def SetFileTime(handle, created, accessed, written):
+    """Only the value is known that lets operations through the handle not change the time of the last write."""
+    if not written or c_uint64.from_address(written).value != (1 << 64) - 1:
+        return fail(INVALID_PARAMETER)
+    files.keep_write_time(handles.descriptor(handle or 0))
+    return 1
+
+
 @fake("kernel32", BOOL, HANDLE)
 def SetEndOfFile(handle):
     """Sets the length without writing: the bytes up to it are zero when read (valid data length)."""

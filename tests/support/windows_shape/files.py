@@ -6,6 +6,8 @@
   (1224), which the C runtime gives as EINVAL.
 - FILE_FLAG_DELETE_ON_CLOSE (os.O_TEMPORARY): "The file is to be deleted immediately after all of its handles are
   closed". A mapping of Python's `mmap` holds a handle.
+- "File Times": "The only guarantee about a file timestamp is that the file time is correctly reflected when the handle
+  that makes the change is closed". So the time of a file that is open for deletion and writing changes with each look.
 - os.rename does not replace; os.ftruncate writes zeros (the C runtime's _chsize_s); os.symlink needs a privilege.
 """
 
@@ -51,6 +53,9 @@ _open_real, _close_real = os.open, os.close
 _unlink, _rename, _replace, _symlink = os.unlink, os.rename, os.replace, os.symlink
 _delete_on_close: dict[int, tuple[str, int, int]] = {}  # descriptor: path, device, inode
 _closed: list[tuple[str, int, int]] = []
+_unsettled: set[tuple[int, int]] = (
+    set()
+)  # device and inode of files whose time of the last write is not settled
 
 
 @functools.cache
@@ -222,6 +227,7 @@ def share(handle: int, delete: Any = None) -> int:
         status = os.fstat(moved)
         _delete_on_close[moved] = os.path.abspath(os.fspath(delete)), status.st_dev, status.st_ino
         _delete_after_death(_delete_on_close[moved][0], status.st_ino)
+        _unsettled.add((status.st_dev, status.st_ino))
     return moved
 
 
@@ -252,6 +258,7 @@ def close(handle: int) -> None:
     pending = _delete_on_close.pop(handle, None)
     _close_real(handle)
     if pending:
+        _unsettled.discard(pending[1:])
         _closed.append(pending)
         delete_closed()
 
@@ -394,6 +401,19 @@ def _hiding(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def keep_write_time(handle: int) -> None:
+    """SetFileTime with 0xFFFFFFFF: operations through the handle do not change the time."""
+    status = os.fstat(handle)
+    _unsettled.discard((status.st_dev, status.st_ino))
+
+
+def stat_(path: Any, *args: Any, **options: Any) -> Any:
+    found = _stat(path, *args, **options)
+    if _unsettled and not isinstance(path, int) and (found.st_dev, found.st_ino) in _unsettled:
+        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 100))
+    return found
+
+
 def _is_junction(path: Any, dir_fd: int | None = None) -> bool:
     try:
         return os.fsdecode(os.readlink(path, dir_fd=dir_fd)).endswith(JUNCTION)
@@ -424,7 +444,7 @@ def rmdir(path: Any, *, dir_fd: int | None = None) -> None:
     return _rmdir(path, dir_fd=dir_fd)
 
 
-_lstat, _rmdir = os.lstat, os.rmdir
+_stat, _lstat, _rmdir = os.stat, os.lstat, os.rmdir
 _io_open = io.open
 _ftruncate = os.ftruncate
 
@@ -442,8 +462,10 @@ def install() -> None:
     os.rename, os.replace, os.symlink = rename, replace, symlink  # type: ignore[assignment]
     os.open, os.close, os.ftruncate = open_file, close, ftruncate  # type: ignore[assignment]
     os.supports_dir_fd.add(open_file)
-    os.lstat, os.rmdir = lstat, rmdir  # type: ignore[assignment]
-    os.supports_dir_fd.update((lstat, rmdir))
+    os.stat, os.lstat, os.rmdir = stat_, lstat, rmdir  # type: ignore[assignment]
+    os.supports_dir_fd.update((stat_, lstat, rmdir))
+    os.supports_fd.add(stat_)
+    os.supports_follow_symlinks.add(stat_)
     for name in ("stat", "lstat", "listdir", "scandir", "access"):
         old = getattr(os, name)
         new = _hiding(old)
