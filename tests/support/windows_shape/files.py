@@ -49,7 +49,7 @@ _OURS = (1 << 40) | (1 << 41)
 ROOTS: list[str] = []
 # Between code in the shape and the functions of `os`.
 _BETWEEN = {"pathlib", "shutil", "contextlib", "tempfile", "os", "codecs", "genericpath", "posixpath", "fileinput"}  # fmt: skip
-_open_real, _close_real = os.open, os.close
+_open_real, _close_real, _write_real = os.open, os.close, os.write
 _unlink, _rename, _replace, _symlink = os.unlink, os.rename, os.replace, os.symlink
 _delete_on_close: dict[int, tuple[str, int, int]] = {}  # descriptor: path, device, inode
 _closed: list[tuple[str, int, int]] = []
@@ -251,7 +251,7 @@ def _undertaker(process: int) -> int:
 
 
 def _delete_after_death(path: str, inode: int) -> None:
-    os.write(_undertaker(os.getpid()), f"{inode} {path}\n".encode())
+    _write_real(_undertaker(os.getpid()), f"{inode} {path}\n".encode())
 
 
 def close(handle: int) -> None:
