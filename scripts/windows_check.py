@@ -144,26 +144,35 @@ def check_spill(folder: Path, size: int) -> dict[str, Any]:
     import torch
 
     MappedViews = of_carom("core.checkpoint.mapped_views").MappedViews
-    spill = of_carom("core.checkpoint.spill").spill
+    spilling = of_carom("core.checkpoint.spill")
     from safetensors.torch import load_file, save_file
 
     nbytes = min(size // 4, 512 * MIB)
     kept = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     before = written_bytes()
-    spilled = spill([kept], folder / "spilled")
+    view = spilling.spill([kept], folder / "spilled")[0].view
     after = written_bytes()
-    assert torch.equal(spilled[0].view, kept), "the mapped file has other bytes"
+    assert torch.equal(view, kept), "the mapped file has other bytes"
     written = None if before is None or after is None else after - before
     assert written is None or written < 1.5 * nbytes, (
         f"{written} bytes were written for {nbytes} bytes of weights"
     )
+    spilled_is_found = MappedViews().find(view) is not None
+    if torch.cuda.is_available():
+        assert torch.equal(view.to("cuda").cpu(), kept), "the card has other bytes than the mapped file"
+    read_only = spilling.allow_writes([view])
+    if not read_only:
+        view[: nbytes // 2].add_(1)
+        assert torch.equal(view[: nbytes // 2], kept[: nbytes // 2] + 1), "a write to the mapped file is lost"
+        assert torch.equal(view[nbytes // 2 :], kept[nbytes // 2 :])
     save_file({"w": kept}, folder / "m.safetensors")
     loaded = load_file(folder / "m.safetensors")["w"]
     # The process ends with its files mapped. What is left in the folder then is told by the program that started this one.
     return {
         "bytes": nbytes, "bytes_written": written,
         "files_before_exit": sorted(path.name for path in (folder / "spilled").iterdir()),
-        "mapped_weights_are_found": MappedViews().find(loaded) is not None,
+        "mapped_weights_are_found": MappedViews().find(loaded) is not None, "spilled_weights_are_found": spilled_is_found,
+        "bytes_that_stay_read_only": read_only,
     }  # fmt: skip
 
 

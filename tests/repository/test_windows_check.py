@@ -30,6 +30,7 @@ def test_it_runs_in_the_windows_shape(windows_python, root, tmp_path):
     assert all(part["ok"] for part in parts.values())
     spill = parts["spill"]["result"]
     assert spill["mapped_weights_are_found"] and spill["files_before_exit"] and not spill["files_after_exit"]
+    assert spill["spilled_weights_are_found"] and spill["bytes_that_stay_read_only"] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["check.json"]
 
 
