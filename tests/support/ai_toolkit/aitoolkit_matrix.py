@@ -30,6 +30,7 @@ sys.path.insert(0, str(HERE))
 from aitoolkit_models import job  # noqa: E402
 
 SAMPLING = {"disable_sampling": False}
+WITH_STAGING = "60MiB"  # of a Z-Image whose weights stream packed: beside slots there is room to unpack them
 BUDGET = {"zimage": "34MiB", "sd1": "4MiB", "sdxl": "5MiB", "flux": "8MiB"}
 
 
@@ -49,6 +50,7 @@ class Row:
     env: dict[str, str] = field(default_factory=dict)  # of both sides' processes
     says: str = ""  # what both logs hold, else the row shows nothing
     shows: str = ""  # a pattern that the bouncing job's log holds, else the row shows nothing
+    packs: bool = False  # whether units of the bouncing job are packed, else the row shows nothing
 
     def model(self) -> dict[str, Any]:
         """Return the keys of the bouncing job's model section."""
@@ -76,11 +78,12 @@ def _quantised(qtype: str) -> Row:
 
 def _lossless(name: str, **both: Any) -> Row:
     model = both.get("model", {})
-    vram = SMALL.get(model["qtype"], "20MiB") if "qtype" in model else BUDGET["zimage"]
+    vram = SMALL.get(model["qtype"], "20MiB") if "qtype" in model else WITH_STAGING
     return Row(
         f"lossless {name}".strip(),
         both=both,
         bouncing={"offload_kwargs": {"vram": vram, "codec": "lossless"}},
+        packs="qtype" not in model,
     )
 
 
@@ -326,6 +329,15 @@ class Bench:
             return Outcome(row, failed="the bouncing job did not stream", log=text)
         if not re.search(row.shows, text):
             return Outcome(row, failed=f"the bouncing job never said {row.shows!r}", log=text)
+        reports = [
+            json.loads(file.read_text())
+            for file in self.output("bouncing").rglob("report.json")
+            if slug(row) in file.parts
+        ]
+        if row.packs and not any(
+            model["packed_units"] for one in reports for model in one["models"].values()
+        ):
+            return Outcome(row, failed="the bouncing job packed nothing", log=text)
         count, different = compare(self.output("plain"), self.output("bouncing"), slug(row))
         return Outcome(row, count, tuple(different), log=text)
 
