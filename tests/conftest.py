@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,25 @@ _load("tests_lacking", ROOT / "tests" / "support" / "windows_shape" / "lacking.p
 
 
 def pytest_collection_finish():
+    _keep_what_is_here()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collections_stay_fast():
+    """Libraries that the tests of other files imported are kept like those that were imported at first."""
+    if time.monotonic() - _kept_at > 20:
+        _keep_what_is_here()
+
+
+def _keep_what_is_here() -> None:
     """Tests collect garbage to see what is freed: what is here now stays, and need not be looked through each time."""
+    global _kept_at
     gc.collect()
     gc.freeze()
+    _kept_at = time.monotonic()
+
+
+_kept_at = 0.0
 
 
 @pytest.fixture(autouse=True)
