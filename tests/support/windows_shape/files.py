@@ -23,8 +23,9 @@ import os
 import stat
 import subprocess
 import sys
+import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .errors import windows_error
@@ -40,6 +41,8 @@ CODE_PAGE = "cp1252"
 # on were also opened for deletion, so the file can only be opened with FILE_SHARE_DELETE meanwhile.
 SHARED, DELETING = 512, 768
 _HIDDEN = ("/proc", "/sys", "/dev/shm", "/etc")
+# Files that no library maps, so that the deletion of a copied checkout does not read the list of mappings for each.
+_NEVER_MAPPED = (".py", ".pyc", ".md", ".json", ".txt", ".toml", ".png", ".yaml", ".yml", ".bat", ".sh")
 _STEP = 4096  # bytes that _chsize_s writes at a time
 
 # Flags of os.open that exist on Windows only. Linux uses the numbers of Windows for other flags.
@@ -88,12 +91,15 @@ def _called_from_shape() -> bool:
 # -- who has a file open
 
 
-def _others() -> Iterator[str]:
-    """Yield the /proc folders of this process and of the other ones in the shape."""
-    yield "/proc/self"
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid() and _is_shaped(int(name), _started(name)):
-            yield f"/proc/{name}"
+def _others() -> list[str]:
+    """Return the /proc folders of this process and of the other ones in the shape, as of half a second ago."""
+    return ["/proc/self", *_shaped(os.getpid(), int(2 * time.monotonic()))]
+
+
+@functools.lru_cache(maxsize=1)
+def _shaped(own: int, now: int) -> list[str]:
+    numbers = (name for name in os.listdir("/proc") if name.isdigit() and int(name) != own)
+    return [f"/proc/{name}" for name in numbers if _is_shaped(int(name), _started(name))]
 
 
 def _started(number: str) -> float:
@@ -126,14 +132,17 @@ def _is_open(status: os.stat_result, shared: bool = False, least: int = 0) -> bo
 
 
 def _is_mapped(status: os.stat_result) -> bool:
+    inode = f" {status.st_ino} ".encode()
     for folder in _others():
         with contextlib.suppress(OSError), _io_open(f"{folder}/maps", "rb") as maps:
-            for line in maps:
+            text = maps.read()
+            if inode not in text:
+                continue
+            for line in text.splitlines():
                 fields = line.split(None, 5)
                 if len(fields) == 6 and int(fields[4]) == status.st_ino:
                     with contextlib.suppress(OSError):
-                        path = os.fsdecode(fields[5].rstrip(b"\n"))
-                        if os.path.samestat(os.stat(path), status):
+                        if os.path.samestat(os.stat(os.fsdecode(fields[5])), status):
                             return True
     return False
 
@@ -149,7 +158,7 @@ def _check(path: Any, dir_fd: int | None, seen: Any, replaced: bool = False) -> 
         return
     if _is_open(status):
         raise windows_error(ERROR_ACCESS_DENIED if replaced else ERROR_SHARING_VIOLATION, seen)
-    if _is_mapped(status):
+    if not os.fsdecode(path).endswith(_NEVER_MAPPED) and _is_mapped(status):
         raise windows_error(ERROR_ACCESS_DENIED, seen)
 
 
@@ -184,17 +193,31 @@ def replace(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: in
     _replace(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
 
+def _descriptors(folder: str) -> list[tuple[int, str]]:
+    """Return the descriptors of a process and the paths of their files."""
+    found = []
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"{folder}/fd"):
+            with contextlib.suppress(OSError):
+                found.append((int(number), os.readlink(f"{folder}/fd/{number}")))
+    return found
+
+
 def _check_tree(src: Any) -> None:
     """A folder in which a file is open cannot be renamed (ERROR_ACCESS_DENIED)."""
-    if os.path.isdir(src) and not os.path.islink(src):
-        for folder, _, names in os.walk(src):
-            for name in names:
-                try:
-                    _check(os.path.join(folder, name), None, src)
-                except PermissionError as error:
-                    raise windows_error(ERROR_ACCESS_DENIED, src) from error
-    else:
-        _check(src, None, src)
+    if not os.path.isdir(src) or os.path.islink(src):
+        return _check(src, None, src)
+    below = os.path.realpath(src) + os.sep
+    for folder in _others():
+        if any(number < SHARED and path.startswith(below) for number, path in _descriptors(folder)):
+            raise windows_error(ERROR_ACCESS_DENIED, src)
+        with (
+            contextlib.suppress(FileNotFoundError, ProcessLookupError),
+            _io_open(f"{folder}/maps", "rb") as maps,
+        ):
+            if b" " + os.fsencode(below) in maps.read():
+                raise windows_error(ERROR_ACCESS_DENIED, src)
+    return None
 
 
 def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
