@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from ctypes import c_int, c_uint32, c_uint64, c_void_p, c_wchar_p
 from typing import Any
@@ -261,20 +262,30 @@ def GlobalMemoryStatusEx(address):
     return 1
 
 
+def _modules() -> dict[int, str]:
+    """Return the program and the loaded libraries by their addresses."""
+    found: dict[str, int] = {}
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) == 6 and (".so" in fields[5] or fields[5] == os.path.realpath(sys.executable)):
+                found.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
+    return {address: path for path, address in found.items()}
+
+
 @fake("kernel32", BOOL, HANDLE, POINTER, DWORD, POINTER)
 def K32EnumProcessModules(process, modules, nbytes, needed):
-    """One module, the program, is loaded ("EnumProcessModules function (psapi.h)")."""
-    store(needed, c_uint32, ctypes.sizeof(c_void_p))
-    if nbytes >= ctypes.sizeof(c_void_p):
-        store(modules, c_void_p, 0x140000000)
+    """lpcbNeeded is the size of all handles, also where the array is too small ("EnumProcessModules function (psapi.h)")."""
+    found, size = list(_modules()), ctypes.sizeof(c_void_p)
+    store(needed, c_uint32, size * len(found))
+    for index, module in enumerate(found[: nbytes // size]):
+        store(modules + index * size, ctypes.c_uint64, module)
     return 1
 
 
 @fake("kernel32", DWORD, HANDLE, POINTER, DWORD)
 def GetModuleFileNameW(module, buffer, length):
-    import sys
-
-    text = sys.executable
+    text = _modules().get(module or 0, sys.executable)
     if len(text) >= length:
         return fail(INSUFFICIENT_BUFFER, length)
     ctypes.memmove(
