@@ -60,7 +60,9 @@ class Wrapping:
         return self.dress(found[0])
 
     def shown(self, module: nn.Module) -> torch.Tensor:
-        """Return what the property of the weight's name gives: `together`, or no bytes in `attributes_only`."""
+        """Return what reading the module's attribute gives: the weight, or within `attributes_only` a tensor that has
+        the weight's class and attributes and no bytes.
+        """
         if getattr(_local, "attributes_only", False) and self.keeps_patches(module):
             return self.dress(torch.empty(0, dtype=module._parameters[self.names[0]].dtype))  # type: ignore[union-attr]
         return self.together(module)
@@ -110,7 +112,8 @@ def dressing(opened: list[tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]
 def attributes_only() -> Iterator[None]:
     """Context in which ComfyUI writes patches to open weights that carry them as an attribute.
 
-    In this thread such a weight is shown without its bytes, which may be on a drive. Setting it sets its attributes.
+    In this thread, reading the module's attribute gives such a weight without its bytes, so that none is read from a
+    drive. Assigning that tensor to the module changes the weight's attributes and leaves its bytes as they are.
     """
     before = getattr(_local, "attributes_only", False)
     _local.attributes_only = True
@@ -252,8 +255,8 @@ def _property(name: str) -> property:
 def _set(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute. Close an open weight of that name first, so that the new weight replaces the whole weight.
 
-    ComfyUI replaces weights in this way when it merges patches. A weight that was shown by `attributes_only` is not
-    replaced: it takes the attributes of ``value``.
+    ComfyUI replaces weights in this way when it merges patches. A tensor without bytes comes from
+    `attributes_only`: the weight then stays open and takes the attributes of ``value``.
     """
     wrapping = module.__dict__.get(_TABLE, {}).get(name)
     if wrapping is not None:

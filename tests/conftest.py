@@ -55,13 +55,13 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def collections_stay_fast():
-    """Libraries that the tests of other files imported are kept like those that were imported at first."""
+    """Does the same between two test files, because tests import further libraries."""
     if time.monotonic() - _kept_at > 20:
         _keep_what_is_here()
 
 
 def _keep_what_is_here() -> None:
-    """Tests collect garbage to see what is freed: what is here now stays, and need not be looked through each time."""
+    """Exclude the objects that exist now from later garbage collections, of which tests make many."""
     global _kept_at
     gc.collect()
     gc.freeze()
