@@ -119,8 +119,9 @@ PARTS = (
     ),
     Part(
         "Host time",
-        "What Carom adds on the host. In small models the host limits the speed: their blocks have few and short kernels.",
-        lambda cell: cell.kind == "host time" or (cell.kind == "engines" and not _wide(cell)),
+        "What Carom adds on the host. In small models the host limits the speed: their blocks have few and short kernels. "
+        "Counts of calls depend on the code alone, not on the machine.",
+        lambda cell: cell.kind in ("host time", "host calls") or (cell.kind == "engines" and not _wide(cell)),
     ),
     Part(
         "Predicted steps",

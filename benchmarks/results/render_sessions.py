@@ -1,5 +1,5 @@
-"""Rows of the records about what a session decides and costs: `vram="auto"`, `codec="auto"`, predicted steps, host time,
-gradients.
+"""Rows of the records about what a session decides and costs: `vram="auto"`, `codec="auto"`, predicted steps, host time
+and calls, gradients.
 """
 
 from __future__ import annotations
@@ -112,6 +112,26 @@ def host_time_rows(record: dict[str, Any]) -> list[Row]:
                 )
             )  # fmt: skip
     return found
+
+
+_HOST_CALLS = {
+    "ram": "a streamed unit, weights in RAM, inference",
+    "disk": "a streamed unit, weights on disk, inference",
+    "train": "a streamed unit, weights in RAM, LoRA training",
+    "set_budget": "one change of the budget and the next pass",
+}
+
+
+def host_calls_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a record of `host_calls`: Python calls for a unit, and the files that a pass enters."""
+    return [
+        Row("24 blocks on the CPU, raw", _HOST_CALLS[row["case"]], metric, unit, value)
+        for row in record["cases"]
+        for metric, unit, value in (
+            ("calls of functions of core", "calls", row["calls"]),
+            ("files of core that the pass enters", "files", len(row["files"])),
+        )
+    ]
 
 
 def gradient_rows(record: dict[str, Any]) -> list[Row]:
