@@ -47,6 +47,7 @@ for helper in (
 _load("tests_windows_shape", ROOT / "tests" / "support" / "windows_shape" / "run.py")
 _load("tests_mapped_memory", ROOT / "tests" / "support" / "windows_shape" / "mapped_memory.py")
 _load("tests_lacking", ROOT / "tests" / "support" / "windows_shape" / "lacking.py")
+_load("tests_schedule_cases", ROOT / "tests" / "support" / "schedule_cases.py")
 
 
 def pytest_collection_finish():

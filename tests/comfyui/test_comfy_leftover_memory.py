@@ -13,7 +13,7 @@ from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
 from carom.core.host.arena import HostArena
 from carom.core.placement import residents as residents_module
-from carom.core.session import carving_cache
+from carom.core.session import rule_planner
 from carom.core.session.layout_manager import LayoutManager
 from carom.core.session.policies import raise_budget
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
@@ -314,16 +314,16 @@ def test_a_suspended_model_returns_to_the_layout_that_it_had_where_the_offer_dif
     expected = card.run()
     budget, before = card.carom.budget, residents(card)
     card.carom.forget_room()
-    divided: list[object] = []
-    carve = carving_cache.carve
-    monkeypatch.setattr(carving_cache, "carve", lambda *a, **k: (divided.append(1), carve(*a, **k))[1])
+    planned: list[object] = []
+    decide = rule_planner.decide
+    monkeypatch.setattr(rule_planner, "decide", lambda *a: (planned.append(1), decide(*a))[1])
     for _ in range(3):
-        divided.clear()
+        planned.clear()
         card.patcher.detach()
         assert torch.equal(card.run(kept=card.kept - int(difference * LAYER)), expected)
         card.carom.forget_room()
         assert card.carom.budget == budget and residents(card) == before
-    assert not divided
+    assert not planned
 
 
 def test_a_pass_that_cannot_run_again_leaves_a_layout_whose_offer_fell_by_little(comfy, monkeypatch):

@@ -1,0 +1,85 @@
+"""The order in which units are chosen to stay on the device: one fixed permutation for each order of uses.
+
+The units that stay are a prefix of the permutation, whatever the capacity. So under two capacities one of the two sets
+contains the other, and a change of capacity moves no unit that may stay. Bit reversal spreads every prefix evenly over
+the order of use, so that each fetch has about the same computing to hide behind. Sizes and times do not matter for
+the permutation: neither the largest units first nor a spread by bytes or by numbers of uses gave shorter predicted
+cycles (mean of 240 cases; the rare worst ones were longer).
+
+A unit whose uses contain uses of others comes first: while it is in use the region has less space for these. All units
+of this kind stay, or none.
+
+The module imports no torch and has no side effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .residency import SMALL_UNIT, round_up
+from .schedule import UnitCost, UseOrder, slot_bytes
+
+
+@dataclass(frozen=True)
+class Zone:
+    """Places at the begin of the region for units whose uses contain uses of others: offsets, and bytes in all."""
+
+    offsets: dict[int, int]
+    nbytes: int
+
+
+def resident_order(order: UseOrder, count: int) -> list[int]:
+    """Return all ``count`` units in the order in which they are chosen to stay; units that are not used come last."""
+    used = dict.fromkeys(order.uses)
+    enclosing = [unit for unit in used if unit in order.enclosing]
+    others = [unit for unit in used if unit not in order.enclosing]
+    unused = [unit for unit in range(count) if unit not in used]
+    return enclosing + [others[index] for index in bit_reversed(len(others))] + unused
+
+
+def bit_reversed(count: int) -> list[int]:
+    """Return the numbers below ``count`` in the order of their reversed bits, of which every prefix is spread evenly."""
+    found = [0]
+    while len(found) < count:
+        found = [2 * number for number in found] + [2 * number + 1 for number in found]
+    return [number for number in found if number < count]
+
+
+def prefix_costs(permutation: Sequence[int], units: Sequence[UnitCost], grain: int) -> list[int]:
+    """Return the device bytes that each prefix of ``permutation`` takes when it stays, the empty one first.
+
+    The bytes are those of `resident_cost`: an allocation for each large unit, and one for all small ones.
+    """
+    costs, small, large = [0], 0, 0
+    for unit in permutation:
+        nbytes = units[unit].nbytes
+        if nbytes < SMALL_UNIT:
+            small += nbytes
+        else:
+            large += round_up(nbytes, grain)
+        costs.append(round_up(small, grain) + large)
+    return costs
+
+
+def enclosing_zone(order: UseOrder, streamed: Sequence[int], units: Sequence[UnitCost]) -> Zone:
+    """Return places for those of ``streamed`` that enclose others; units that are in use at once get no common bytes."""
+    apart = order.enclosing.intersection(streamed)
+    offsets: dict[int, int] = {}
+    within: list[tuple[int, int]] = []  # the uses around the present one: last position, end of the place
+    clash = False
+    for position, unit in enumerate(order.uses if apart else ()):
+        while within and within[-1][0] < position:
+            within.pop()
+        if unit not in apart:
+            continue
+        offset = within[-1][1] if within else 0
+        clash |= offsets.setdefault(unit, offset) < offset
+        within.append((order.end(position), max(offset, offsets[unit] + slot_bytes(units[unit].nbytes))))
+    if clash:  # one unit contains the other at one use and is contained at the next
+        offsets, end = {}, 0
+        for unit in sorted(apart):
+            offsets[unit] = end
+            end += slot_bytes(units[unit].nbytes)
+    nbytes = max((offset + slot_bytes(units[unit].nbytes) for unit, offset in offsets.items()), default=0)
+    return Zone(offsets, nbytes)
