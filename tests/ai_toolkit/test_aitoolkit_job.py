@@ -186,7 +186,7 @@ def test_an_error_in_a_job_closes_its_sessions_and_leaves_the_report(tmp_path):
 
 
 def budgets():
-    return {type(s.module).__name__: inside(s).vram for s in open_sessions()}
+    return {type(s.module).__name__: inside(s).capacity for s in open_sessions()}
 
 
 def test_the_models_of_a_job_share_one_budget_and_an_unloaded_ones_part_returns(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_a_packed_weight_keeps_no_bytes_beside_the_packed_ones(job):
     assert (
         report.pinned_bytes
         < report.streamed_bytes
-        == sum(unit.nbytes for unit in inside(model._memory_manager.session).placement.streamed)
+        == sum(unit.nbytes for unit in inside(model._memory_manager.session).streamed)
     )
 
 
@@ -232,7 +232,7 @@ def test_packed_wrapped_weights_below_a_list_of_one_are_exact_and_saved_true():
             with carom.stream(
                 model, device="cpu", vram=800_000, codec="lossless", granularity="block"
             ) as session:
-                units = {unit.name: unit for unit in inside(session).placement.streamed}
+                units = {unit.name: unit for unit in inside(session).streamed}
                 assert units["refiner"].packed
                 y = model(x)
                 y.sum().backward()

@@ -160,11 +160,11 @@ def test_attaching_again_under_many_budgets_is_exact(device):
 def test_pinned_memory_is_exact_to_the_page():
     _, model = frozen("stack")
     with streamed(model, LATE, harness.some_vram(model, LATE, 0.1)) as session:
-        pages = sum(-(-unit.nbytes // PAGE) * PAGE for unit in inside(session).placement.streamed)
+        pages = sum(-(-unit.nbytes // PAGE) * PAGE for unit in inside(session).streamed)
         report = session.report()
         assert report.pinned_bytes == report.pinned_peak_bytes == pages
         assert report.pageable_bytes == 0
-    assert inside(session).arena.pinned_bytes == 0, "pinned memory was not given back"
+    assert inside(session).pinned_bytes == 0, "pinned memory was not given back"
 
 
 @pytest.mark.parametrize("pages", [0, 1, 3, 7, 10, 100])

@@ -174,7 +174,7 @@ def test_weights_give_way_before_the_state_is_made_and_nothing_else_changes(reen
         settle(net, session)
         optimizer = card.steps(adamw(net))
         found = train(net, optimizer, accumulate=accumulate, gradients=lambda n: card.holds(n))
-        assert inside(session).placement.streamed and len(optimizer.state) == len(trained(net))
+        assert inside(session).streamed and len(optimizer.state) == len(trained(net))
         assert inside(session).engine._ooms == 0
     same(right, net, found)
 
@@ -222,8 +222,8 @@ def test_the_room_is_not_taken_back_and_the_layout_keeps_still():
         layouts = []
         for _ in range(40):
             train(net, optimizer, 1, gradients=lambda n: card.holds(n) if not optimizer.state else None)
-            if inside(session).placement not in layouts:
-                layouts.append(inside(session).placement)
+            if inside(session).arrangement not in layouts:
+                layouts.append(inside(session).arrangement)
         assert inside(session).engine._ooms == 0 and card.free - inside(session).engine._cached > 0
         assert len(layouts) <= 3, "smaller before the step; after it at most what an estimate left"
 
@@ -237,7 +237,7 @@ def test_adapters_larger_than_what_is_left_for_weights_stay_on_the_device():
     with card.stream(net) as session:
         settle(net, session)
         found = train(net, card.steps(adamw(net)), 12, gradients=lambda n: card.holds(n))
-        assert inside(session).vram < nbytes(trained(net))
+        assert inside(session).capacity < nbytes(trained(net))
         assert not any(isinstance(p, HostParameter) for p in trained(net))
     same(right, net, found)
 
@@ -254,9 +254,9 @@ def test_adapters_that_come_later_stay_on_the_device_too_whatever_is_left_for_we
         for block, (down, up) in zip(net.blocks, adapters, strict=True):
             block.down, block.up = down, up
         loss_of(net, 0)
-        assert inside(session).vram < nbytes(trained(net))
+        assert inside(session).capacity < nbytes(trained(net))
         for _ in range(3):
-            inside(session).memory.resize(inside(session).vram)
+            inside(session).memory.resize(inside(session).capacity)
             assert not any(isinstance(p, HostParameter) for p in trained(net))
 
 
@@ -346,7 +346,7 @@ def test_an_optimizer_of_another_model_gets_room_too():
         optimizer = card.steps(torch.optim.AdamW(other.parameters()))
         other(inputs(0)).sum().backward()
         optimizer.step()
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         assert torch.equal(*[net(inputs(0)).detach() for _ in range(2)])
 
 
@@ -366,7 +366,7 @@ def test_of_several_sessions_the_one_used_least_gives_first(shared):
                 net(inputs(seed))
         assert session.plan.all_resident and unused.plan.all_resident
         train(net, card.steps(adamw(net)), 2, gradients=lambda n: card.holds(n))
-        assert inside(unused).placement.streamed and session.plan.all_resident
+        assert inside(unused).streamed and session.plan.all_resident
         assert inside(session).engine._ooms == 0
 
 
@@ -382,16 +382,16 @@ def test_a_session_in_the_middle_of_something_is_left_alone(busy):
         if busy == "graph":
             wanted = loss_of(net, 0)
         elif busy == "pass":
-            inside(session).streamer.runs.root_begins()
+            inside(session).begin_pass()
         else:
             session.park()
-        held = inside(session).placement
+        held = inside(session).arrangement
         optimizer.step()
-        assert inside(session).placement is held and len(optimizer.state) == 1
+        assert inside(session).arrangement is held and len(optimizer.state) == 1
         if busy == "graph":
             wanted.backward()
         elif busy == "pass":
-            inside(session).streamer.runs.root_ends(False)
+            inside(session).end_pass()
 
 
 def test_a_budget_in_bytes_gives_nothing_and_torch_is_not_asked_to_tell():

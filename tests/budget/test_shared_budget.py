@@ -122,7 +122,7 @@ def test_threads_that_run_and_park_keep_to_the_budget_in_the_middle_of_layouts_t
         while len(done) < 3 and time.monotonic() - began < 50:
             there = [
                 inside(s).placement.resident_bytes
-                + (0 if inside(s).streamer.closed else inside(s).streamer.region.nbytes)
+                + (0 if inside(s).streamer.closed else inside(s).region_bytes)
                 for s in sessions
             ]
             if sum(there) > budget.nbytes:
@@ -276,11 +276,11 @@ def test_a_settled_session_on_a_nearly_full_device_keeps_to_the_shared_budget():
             run(net)
         assert inside(session).governor.settled
         fill()
-        layout = inside(session).placement
+        layout = inside(session).arrangement
         for _ in range(60):
             run(net)
-        assert inside(session).held_bytes <= inside(session).vram <= budget.nbytes
-        assert inside(session).placement is layout, "and it does not try again and again"
+        assert inside(session).held_bytes <= inside(session).capacity <= budget.nbytes
+        assert inside(session).arrangement is layout, "and it does not try again and again"
 
 
 def test_a_parked_session_may_take_part_anew_with_what_is_kept_for_it():
@@ -319,7 +319,7 @@ def test_what_came_while_a_session_was_parked_counts_for_its_least(monkeypatch):
         with monkeypatch.context() as busy:
             busy.setattr(inside(first).ledger, "release", lambda *_: 0)
             second.set_budget(vram=budget)
-        assert inside(second).vram < size(b) // 6
+        assert inside(second).capacity < size(b) // 6
         second.park()
         b.blocks.append(nn.Linear(32, 32 * 6).requires_grad_(False))
         right = run_plain(b)
@@ -394,11 +394,11 @@ def test_who_is_busy_in_another_thread_gives_nothing_and_is_not_waited_for(lock)
         thread.start()
         try:
             assert taken.wait(30)
-            layout = inside(first).placement
+            layout = inside(first).arrangement
             assert (
                 inside(first).ledger.spare_bytes == 0
                 and inside(first).ledger.release(8 * KB) == 0
-                and inside(first).placement is layout
+                and inside(first).arrangement is layout
             )
         finally:
             over.set()

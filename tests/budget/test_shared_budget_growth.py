@@ -194,7 +194,7 @@ def test_a_new_session_does_not_begin_with_what_one_that_has_left_grew_into():
     budget = carom.SharedBudget(size(net) // 3, by_size=True, grows=True)
     grown_alone(card, budget, net).close()
     with card.session(other, budget) as second:
-        assert sum(held(second)) <= inside(second).vram <= budget.nbytes == budget.first
+        assert sum(held(second)) <= inside(second).capacity <= budget.nbytes == budget.first
 
 
 @pytest.mark.parametrize("leaves", ["park", "auto"])
@@ -208,7 +208,7 @@ def test_a_new_session_does_not_begin_with_what_one_that_is_away_grew_into(leave
         else:
             first.set_budget(vram=8 * KB)
         with card.session(other, budget) as second:
-            assert inside(second).vram <= budget.nbytes == budget.first
+            assert inside(second).capacity <= budget.nbytes == budget.first
             turns((net, other), 8)
 
 
@@ -266,7 +266,7 @@ def test_what_another_one_is_about_to_lay_out_is_not_free_to_grow_into(monkeypat
     budget = carom.SharedBudget(size(net) // 2, grows=True)
     with card.session(net, budget) as first, card.session(other, budget) as second:
         turns((net, other), 16)
-        wanted = inside(second).vram
+        wanted = inside(second).capacity
         if how == "returns":
             second.park()
         monkeypatch.setattr(inside(second).ledger, "release", lambda *_: 0)  # nor is it given
@@ -286,7 +286,7 @@ def test_what_another_one_is_about_to_lay_out_is_not_free_to_grow_into(monkeypat
             second.set_budget(ram="auto")
         thread.join(30)
         assert not thread.is_alive()
-        assert inside(second).vram >= 0.9 * wanted and promised(first, second) <= budget.nbytes
+        assert inside(second).capacity >= 0.9 * wanted and promised(first, second) <= budget.nbytes
         assert card.left(first) >= Governor.headroom(inside(first).engine.memory())
 
 
@@ -329,7 +329,7 @@ def test_what_one_that_returns_is_about_to_lay_out_is_not_free_to_grow_into(monk
     budget = carom.SharedBudget(size(net) // 2, grows=True)
     with card.session(net, budget) as first, card.session(other, budget) as second:
         turns((net, other), 16)
-        wanted, comes_back = inside(second).vram, inside(second).ledger._come_back
+        wanted, comes_back = inside(second).capacity, inside(second).ledger._come_back
         second.park()
         monkeypatch.setattr(inside(second).ledger, "release", lambda *_: 0)
 
@@ -339,7 +339,7 @@ def test_what_one_that_returns_is_about_to_lay_out_is_not_free_to_grow_into(monk
 
         monkeypatch.setattr(inside(second).ledger, "_come_back", between)
         run(other)
-        assert inside(second).vram >= 0.9 * wanted and promised(first, second) <= budget.nbytes
+        assert inside(second).capacity >= 0.9 * wanted and promised(first, second) <= budget.nbytes
         assert card.left(first) >= Governor.headroom(inside(first).engine.memory())
 
 

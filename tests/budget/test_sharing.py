@@ -155,7 +155,7 @@ def test_two_models_that_alternate_copy_little_more_than_the_best_fixed_split(mo
         alternate((a, b), sessions, 1, expected)
         assert device.ledger.allocated <= memory
         if number >= ROUNDS // 2:
-            layouts.append([id(inside(session).placement) for session in sessions])
+            layouts.append([id(inside(session).arrangement) for session in sessions])
     total = wire.all(*sessions)
     for session in sessions:
         session.close()
@@ -194,9 +194,9 @@ def test_no_step_reloads_what_it_evicted(monkeypatch):
         for number in range(40):
             for net, session in ((a, first), (b, second)):
                 crossed.clear()
-                layout = inside(session).placement
+                layout = inside(session).arrangement
                 run(net)
-                if inside(session).placement is layout and number > 3:
+                if inside(session).arrangement is layout and number > 3:
                     assert len(crossed) == len(set(crossed)), "no unit crosses twice in a forward"
         assert any(held for *_, held in loads), "layouts did change while weights were there"
         for loaded, resident, held in loads:
@@ -222,18 +222,18 @@ def test_who_is_in_the_middle_of_something_gives_nothing(busy):
     with auto(a, device) as first:
         for _ in range(12):
             run(a)
-        placement = inside(first).placement
+        arrangement = inside(first).arrangement
         if busy == "graph":
             wanted = a(X.clone().requires_grad_(True)).sum()
         else:
-            inside(first).streamer.runs.root_begins()
+            inside(first).begin_pass()
         with auto(b, device):
-            assert inside(first).placement is placement
+            assert inside(first).arrangement is arrangement
             run(b)
         if busy == "graph":
             wanted.backward()
         else:
-            inside(first).streamer.runs.root_ends(False)
+            inside(first).end_pass()
 
 
 # -- one given budget
@@ -300,7 +300,7 @@ def test_two_models_under_one_budget_copy_little_more_than_the_best_fixed_split(
         alternate((a, b), sessions, 1, expected)
         assert held(*sessions) <= memory
         if number >= ROUNDS // 2:
-            layouts.append([id(inside(session).placement) for session in sessions])
+            layouts.append([id(inside(session).arrangement) for session in sessions])
     total = wire.all(*sessions)
     for session in sessions:
         session.close()
@@ -341,7 +341,10 @@ def test_new_layouts_under_a_shared_budget_never_hold_more_together(where):
                     session.set_budget(ram="auto")
                     assert held(first, second) <= nbytes
                     assert (
-                        sum(min(inside(s).vram, inside(s).ledger.everything_bytes) for s in (first, second))
+                        sum(
+                            min(inside(s).capacity, inside(s).ledger.everything_bytes)
+                            for s in (first, second)
+                        )
                         <= nbytes
                     )
 
@@ -350,11 +353,12 @@ def test_what_was_not_held_is_given_without_a_new_layout():
     a = Net()
     with shared(a, carom.SharedBudget(int(0.7 * size(a))), "cpu") as session:
         run(a)
-        unused, layout = inside(session).ledger.unused_bytes, inside(session).placement
+        unused, layout = inside(session).ledger.unused_bytes, inside(session).arrangement
         assert unused > 100
-        assert inside(session).ledger.release(100) == 100 and inside(session).placement is layout
+        assert inside(session).ledger.release(100) == 100 and inside(session).arrangement is layout
         assert (
-            inside(session).ledger.release(unused) > unused - 100 and inside(session).placement is not layout
+            inside(session).ledger.release(unused) > unused - 100
+            and inside(session).arrangement is not layout
         )
 
 
@@ -515,7 +519,7 @@ def test_by_size_a_new_session_asks_for_its_part_and_no_more():
             for _ in range(60):
                 run(a), run(b)
                 assert held(first, second) <= budget.nbytes
-                layouts.add((id(inside(first).placement), id(inside(second).placement)))
+                layouts.add((id(inside(first).arrangement), id(inside(second).arrangement)))
             assert 0.35 < inside(first).held_bytes / budget.nbytes < 0.65
             assert 0.35 < inside(second).held_bytes / budget.nbytes < 0.65
             assert len(layouts) <= 3, "by turns nothing moves"

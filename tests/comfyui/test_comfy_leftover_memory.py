@@ -303,7 +303,7 @@ def test_what_is_asked_back_because_it_was_taken_and_a_little_more_is_not_taken_
 
 
 def residents(card: Card) -> frozenset[str]:
-    return inside(card.carom.session).manager.layout.resident_names()
+    return inside(card.carom.session).resident_names
 
 
 @pytest.mark.parametrize("difference", [-0.4, 0.4])

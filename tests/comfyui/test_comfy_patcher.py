@@ -793,7 +793,7 @@ def test_a_dropped_model_gives_the_device_back_before_anybody_collects_cycles(co
         assert ended == [{"discard": True}]
     finally:
         gc.enable()
-    assert inside(session).streamer.memory.numel() == 0
+    assert inside(session).region_memory.numel() == 0
     assert sum(counted) == 0
     assert session.closed
 
@@ -1021,7 +1021,7 @@ def test_settings_that_change_over_a_cached_model_take_effect(
         report = streaming_of(patcher.model).report()
         if unloaded:
             patcher.detach()
-        units = [unit.name for unit in inside(streaming_of(patcher.model).session).layout.carving.units]
+        units = [unit.name for unit in inside(streaming_of(patcher.model).session).units]
         return report.vram_budget_bytes, report.ram_budget_bytes, streaming_of(patcher.model).packs, units
 
     before = figures(usual)

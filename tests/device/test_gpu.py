@@ -230,9 +230,9 @@ def test_transfers_of_a_training_step_are_two_less_the_turns():
     with streamed(model, "cuda", 7 * BLOCK // 2, granularity="block") as session:
         for seed in range(6):
             step(model, seed)
-        count, slots, report = len(inside(session).placement.streamed), session.plan.slots, session.report()
-        units = sorted((unit.nbytes for unit in inside(session).placement.streamed), reverse=True)
-        kept = inside(session).streamer.region.nbytes
+        count, slots, report = len(inside(session).streamed), session.plan.slots, session.report()
+        units = sorted((unit.nbytes for unit in inside(session).streamed), reverse=True)
+        kept = inside(session).region_bytes
     assert slots >= 2
     # What lies in the slots at each of the two turns does not cross again: as many of the largest as there are slots, and
     # where smaller ones find room beside them, those as well.
@@ -649,7 +649,7 @@ def test_an_optimizers_state_finds_room_where_weights_took_all_that_was_left(mon
         held, ooms = inside(session).held_bytes, inside(session).engine.memory().ooms
         found = list(losses(model, optimizer, take))
         assert inside(session).engine.memory().ooms == ooms, "nothing ran out of memory"
-        assert inside(session).placement.streamed and inside(session).held_bytes < held
+        assert inside(session).streamed and inside(session).held_bytes < held
         assert all(p.is_cuda and {"exp_avg", "exp_avg_sq"} <= optimizer.state[p].keys() for p in adapters)
         assert_same(expected, found)
         taken.clear()

@@ -133,7 +133,7 @@ def test_everything_is_home_after_a_session_and_the_rest_was_there():
     device = carom.SimulatedDevice()
     vram = harness.some_vram(model, device, 0.4, granularity="block")
     with carom.stream(model, device=device, vram=vram, granularity="block") as session:
-        away = {owner.entry.name for unit in inside(session).placement.streamed for owner in unit.homes}
+        away = {name for unit in inside(session).streamed for name in unit.weights}
         assert away and set(on_device(device, model)) == {n for n, _ in model.named_parameters()} - away
     assert on_device(device, model) == [] and device.ledger.allocated == 0
 

@@ -115,7 +115,7 @@ def test_a_compiled_model_breaks_at_unit_edges_only(device):
             model, device, harness.least_vram(model, device, "block"), granularity="block"
         ) as session:
             compile_whole(model, graphs)(CASE.inputs(0, device))
-            count = len(inside(session).placement.streamed)
+            count = len(inside(session).streamed)
     assert sorted(name for names in graphs.runs for name in names) == resident.runs[0]
     assert len(graphs.runs) <= 2 * count + 1
 

@@ -73,11 +73,11 @@ def test_memory_is_given_back_on_close(share, device):
     session = carom.stream(model, device=device, vram=vram)
     with torch.no_grad():
         model(CASE.inputs(0, place(device)))
-    region = weakref.ref(inside(session).streamer.memory)
+    region = weakref.ref(inside(session).region_memory)
     session.close()
     gc.collect()
     assert region() is None
-    assert inside(session).streamer.memory.numel() == 0 and inside(session).arena.pinned_bytes == 0
+    assert inside(session).region_memory.numel() == 0 and inside(session).pinned_bytes == 0
     own = [p.untyped_storage() for p in model.parameters()]
     assert all(
         s.nbytes() <= p.numel() * p.element_size() for s, p in zip(own, model.parameters(), strict=True)

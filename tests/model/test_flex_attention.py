@@ -42,7 +42,7 @@ def test_inference_is_exact(device, kind):
     x = torch.randn(2, 8, 32)
     want = copy.deepcopy(model)(x)
     with carom.stream(model, device=device, vram=36_000, granularity="block") as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         for _ in range(2):
             assert torch.equal(model(x), want)
     assert torch.equal(model(x), want)
@@ -65,7 +65,7 @@ def test_training_is_what_it_is_without_streaming(device):
     twin = copy.deepcopy(model)
     want = step(twin)
     with carom.stream(model, device=device, vram=36_000, granularity="block", training="stream") as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         got = step(model)
         if isinstance(want, str):
             assert got == want

@@ -83,7 +83,7 @@ def test_a_capture_says_to_close_the_session(model, device, name):
     x = torch.randn(2, 32)
     want = model(x)
     with carom.stream(model, device=device, vram=90_000, granularity="block") as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         with pytest.raises(carom.UnsupportedError, match=r"streams.*[Cc]lose the session"):
             CAPTURES[name](model, x)
         assert torch.equal(model(x), want)

@@ -157,7 +157,7 @@ def check_like_plain(block: type[Block], device, mode: str, vram: int | None = N
     budget = vram or least_vram(model, device, training=training) + 140_000
     parameters = list(model.parameters())
     with carom.stream(model, device=device, vram=budget, training=training) as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         assert same(run(model, mode, where), want)
         assert session.report().vram_peak_bytes <= budget
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
@@ -220,10 +220,10 @@ def test_a_buffer_that_grows_in_every_forward_lays_nothing_out_anew():
         x = torch.randn(3, WIDE)
         model(x)
         model(x)
-        streamer = inside(session).streamer
+        arrangement = inside(session).arrangement
         for _ in range(3):
             model(x)
-        assert inside(session).streamer is streamer
+        assert inside(session).arrangement is arrangement
 
 
 def test_a_buffer_made_under_inference_mode_before_streaming_stays_as_it_is():
@@ -233,7 +233,7 @@ def test_a_buffer_made_under_inference_mode_before_streaming_stays_as_it_is():
         want = model(x).clone()
     before = [block.cache for block in model.blocks]
     with carom.stream(model, device="cpu", vram=400_000) as session:
-        assert inside(session).placement.streamed and torch.equal(model(x), want)
+        assert inside(session).streamed and torch.equal(model(x), want)
         assert ("blocks.0.cache", "made under torch.inference_mode") in {
             (place.name, place.reason) for place in session.report().resident_by_need
         }

@@ -340,7 +340,7 @@ def weight_of(module: Any) -> Any:
 
 
 def streams(session: Any) -> list[str]:
-    return [entry.name for unit in inside(session).placement.streamed for entry in unit.unit.entries]
+    return [name for unit in inside(session).streamed for name in unit.weights]
 
 
 def infer(net: Net, where: torch.device) -> list[torch.Tensor]:
@@ -389,7 +389,7 @@ def test_codes_that_stream_from_disk_give_the_resident_runs_results(tmp_path, ki
     weights = [block.up.weight for block in net.blocks]
     budget = least_on_disk(net, device, tmp_path, DISK_RAM)
     with carom.stream(net, device=device, vram=budget, ram=DISK_RAM, disk=tmp_path) as session:
-        assert inside(session).manager.module.checkpoint is not None, "the weights are on disk"
+        assert inside(session).on_disk, "the weights are on disk"
         assert_same(expected, infer(net, where))
         assert session.report().ram_peak_bytes <= DISK_RAM
     assert all(block.up.weight is weight for block, weight in zip(net.blocks, weights, strict=True))
@@ -403,7 +403,7 @@ def test_lora_on_codes_from_disk_trains_as_on_resident_ones(tmp_path, kind, devi
     net = with_adapters(quantised(kind, "non-reentrant"))
     budget = least_on_disk(net, device, tmp_path, DISK_RAM)
     with carom.stream(net, device=device, vram=budget, ram=DISK_RAM, disk=tmp_path) as session:
-        assert inside(session).manager.module.checkpoint is not None, "the weights are on disk"
+        assert inside(session).on_disk, "the weights are on disk"
         assert_same(expected, lora(net, where))
 
 
@@ -553,7 +553,7 @@ def test_values_are_read_by_name_and_weights_put_in_their_place_are_taken_up():
             layer.weight = Int8(codes, Scales(torch.full((2 * D, 1), 0.1), Scales(torch.tensor(0.5))), layer)
         assert_same(infer(other, torch.device("cpu")), infer(net, torch.device("cpu")))
         assert "blocks.1.up.weight__inner_0" in {
-            entry.name for unit in inside(session).carving.units for entry in unit.entries
+            name for unit in inside(session).units for name in unit.weights
         }
     assert type(net.blocks[1].up._parameters["weight"]) is Int8
     assert_same(infer(other, torch.device("cpu")), infer(net, torch.device("cpu")))

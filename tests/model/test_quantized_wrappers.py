@@ -126,7 +126,7 @@ def test_wrapped_weights_stream_exactly_both_ways(device, checkpointing):
         assert len(laid_open) == 10
         with streamed(model, device, some_vram(model, device, slots=2)) as session:
             assert_same(expected, steps(model))
-            names = [e.name for unit in inside(session).placement.streamed for e in unit.unit.entries]
+            names = [name for unit in inside(session).streamed for name in unit.weights]
             assert any("inner_0" in name for name in names), "the codes are what streams"
     assert_same(expected, steps(model))
 
@@ -299,8 +299,7 @@ def test_who_keeps_a_weight_beyond_its_run_keeps_its_slot(device, kept):
         model, device, open_vram(model, device, share=0.3, slots=3), granularity="block"
     ) as session:
         assert_same(expected, infer(model, 4))
-        region = inside(session).streamer.region
-        assert not [slot for slot in region.slots if slot.users]
+        assert not [slot for slot in inside(session).slots if slot.users]
 
 
 class Aliases(Quantised):

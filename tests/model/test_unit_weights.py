@@ -123,8 +123,7 @@ def test_a_weight_that_is_read_outside_its_layer_is_that_of_the_slot(
     with carom.stream(model, vram=12_000, device=device, granularity=granularity) as session:
         assert session.report().streamed_bytes > 0
         assert all(torch.equal(a, b) for a, b in zip(train(model), expected, strict=True))
-        units = inside(session).streamer.units
-        assert not any(unit.slot is not None and unit.slot.users for unit in units)
+        assert not any(slot.users for slot in inside(session).slots)
     assert all(part.weight is weight for part, weight in zip(layers, weights, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(train(model), expected, strict=True))
 

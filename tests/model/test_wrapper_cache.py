@@ -187,7 +187,7 @@ def test_a_view_that_a_weight_remembers_keeps_no_slot(device, kind):
     expected, model = [*infer(Net(kind)), *steps(Net(kind))], Net(kind)
     with streamed(model, device, layers_vram(kind, device), granularity="layer") as session:
         seen = infer(model)
-        assert not inside(session).streamer.held
+        assert not inside(session).held_slots
         assert_same(expected, [*seen, *steps(model)])
 
 

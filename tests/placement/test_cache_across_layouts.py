@@ -61,7 +61,7 @@ def test_what_ram_holds_is_not_read_again(model, drive, device, change):
         drive.fresh()
         assert torch.equal(empty(X), expected)
         assert drive.fresh() == 0, "a steady step"
-        held = sum(unit.wire_bytes for unit in inside(session).placement.streamed)
+        held = sum(unit.wire_bytes for unit in inside(session).streamed)
         assert 0 < held < nbytes
         change(session)
         for _ in range(3):
@@ -160,7 +160,7 @@ def test_packed_weights_are_taken_over_and_checked_again(tmp_path, drive, codec)
             settle(session, lambda: empty(x))
             drive.fresh()
             assert torch.equal(empty(x), expected) and drive.fresh() == 0
-            held = sum(unit.wire_bytes for unit in inside(session).placement.streamed)
+            held = sum(unit.wire_bytes for unit in inside(session).streamed)
             whole = sum(p.nbytes for p in model.parameters())
             session.park()
             assert torch.equal(empty(x), expected)

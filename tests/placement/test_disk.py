@@ -51,7 +51,7 @@ def test_a_module_on_meta_computes_what_the_loaded_one_does(tmp_path, device, ra
     empty = on_meta(case).eval()
     vram = some_vram(empty, path)
     with carom.stream(empty, device=device, vram=vram, weights=path, ram=some_ram(empty, ram)) as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         assert_same(expected, infer(empty, case, where, passes=5))
         within_ram(session)
     assert all(p.is_meta and type(p) is nn.Parameter and p.requires_grad for p in empty.parameters())
@@ -159,7 +159,7 @@ def test_a_tiny_llama_streams_from_a_sharded_folder(tmp_path, device):
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(config).eval()
     with carom.stream(empty, device=device, vram=60_000, weights=tmp_path, ram=50_000) as session:
-        assert inside(session).placement.streamed and empty.device.type == where.type
+        assert inside(session).streamed and empty.device.type == where.type
         with torch.no_grad():
             assert_same(expected, [empty(tokens).logits, empty.generate(tokens, **ask)])
         within_ram(session)
@@ -188,7 +188,7 @@ def test_a_diffusers_model_streams_from_its_sharded_folder(tmp_path):
         ).eval()
     vram, ram = some_vram(empty, tmp_path, 0.2), some_ram(empty, 0.2)
     with carom.stream(empty, device="cpu", vram=vram, weights=tmp_path, ram=ram) as session, torch.no_grad():
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         for _ in range(2):
             assert torch.equal(empty(**x).sample, model(**x).sample)
         within_ram(session)
@@ -226,7 +226,7 @@ def test_the_trainer_trains_saves_and_resumes_as_with_the_loaded_model(tmp_path)
             with carom.stream(
                 empty, device="cpu", vram=60_000, weights=tmp_path / "model", ram=40_000
             ) as session:
-                assert inside(session).placement.streamed
+                assert inside(session).streamed
                 found = fit(empty, tmp_path / "streamed", resume)
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -247,7 +247,7 @@ def test_the_real_minilm_checkpoint_embeds_as_loaded_whole():
         expected = model(**ask).last_hidden_state
         for ram in ("64MiB", "8MiB", "100KiB"):
             with carom.stream(empty, device="cpu", vram="55MiB", weights=folder, ram=ram) as session:
-                assert inside(session).placement.streamed
+                assert inside(session).streamed
                 assert torch.equal(empty(**ask).last_hidden_state, expected)
                 within_ram(session)
 

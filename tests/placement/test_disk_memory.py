@@ -97,7 +97,7 @@ def load_range(found: FileRange) -> bytes:
 
 
 def on_disk(session: Any) -> bool:
-    return inside(session).manager.module.checkpoint is not None
+    return inside(session).on_disk
 
 
 def budget(model: nn.Module, device: Any) -> int:
@@ -523,7 +523,7 @@ def test_trainable_weights_do_not_move_to_disk(tmp_path):
 def test_a_frozen_weight_on_disk_refuses_gradients_and_changes_in_place(tmp_path):
     model = wide()
     with carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk=tmp_path) as session:
-        name = inside(session).placement.streamed[0].homes[0].entry.name
+        name = inside(session).streamed[0].weights[0]
         weight = model.get_parameter(name)
         with pytest.raises(carom.UnsupportedError, match="cannot be trained"):
             weight.requires_grad_(True)
@@ -534,8 +534,8 @@ def test_a_frozen_weight_on_disk_refuses_gradients_and_changes_in_place(tmp_path
 def test_a_write_that_would_be_lost_is_refused(tmp_path):
     model, one = wide(), torch.ones(128, 128)
     with carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk=tmp_path) as session:
-        weight = inside(session).placement.streamed[0].homes[0].entry
-        name, weight = weight.name, model.get_parameter(weight.name)
+        name = inside(session).streamed[0].weights[0]
+        weight = model.get_parameter(name)
         value = session.read(name)
         for write in (
             lambda: torch.add(one, one, out=weight),

@@ -89,11 +89,7 @@ def quantised_file(model: nn.Module, folder: Path, quant: str = "nf4", codec: st
 def file_bytes(session: Any, path: Path) -> int:
     """The bytes that the streamed weights take in the file."""
     index = open_index(path)
-    return sum(
-        stored_entry(index[home.entry.name]).nbytes
-        for unit in inside(session).placement.streamed
-        for home in unit.homes
-    )
+    return sum(stored_entry(index[name]).nbytes for unit in inside(session).streamed for name in unit.weights)
 
 
 def entries(session: Any) -> list[list[Any]]:
@@ -125,7 +121,7 @@ def test_codes_cross_the_link_and_the_bits_are_those_of_the_dequantised_model(
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=ram) as session:
         assert_same(expected, infer(empty, Case, place(device), passes=5))
         report = session.report()
-        assert report.packed_units == len(inside(session).placement.streamed) > 0
+        assert report.packed_units == len(inside(session).streamed) > 0
         # Each tensor begins at a page, as in the file, and the blocks of this model are small.
         most = file_bytes(session, path) + 4 * 4096 * report.packed_units
         assert 0 < report.wire_bytes_per_step <= most < 0.32 * report.raw_bytes_per_step
@@ -223,7 +219,7 @@ def test_qlora_of_a_llama_of_the_70b_shape_crosses_the_files_bytes(tmp_path, dev
         held = file_bytes(session, path)
         assert_same(expected, run(empty))
         report = session.report()
-        assert report.packed_units == len(inside(session).placement.streamed) >= 1
+        assert report.packed_units == len(inside(session).streamed) >= 1
         assert report.disk_bytes_per_step == 0, "the codes fit `ram`"
         assert 0 < report.wire_bytes_per_step <= 1.02 * held * report.transfers_per_weight
         assert report.transfers_per_weight <= 2
@@ -387,8 +383,8 @@ def test_a_weight_that_was_written_is_used_and_the_others_still_cross_as_codes(t
     with carom.stream(
         empty, device=SIMULATED["simulated-early"], vram=VRAM, weights=path, ram=ALL
     ) as session:
-        homes = [h for u in inside(session).placement.streamed for h in u.homes]
-        name = next(h.entry.name for h in homes if "up.weight" in h.entry.name)
+        names = [name for unit in inside(session).streamed for name in unit.weights]
+        name = next(name for name in names if "up.weight" in name)
         assert torch.equal(session.read(name), model.get_parameter(name))
         fresh = torch.randn(model.get_parameter(name).shape).bfloat16()
         infer(empty, Case, CPU, passes=1)
@@ -435,7 +431,7 @@ def test_residents_come_as_codes_and_are_decoded_on_the_device(tmp_path, monkeyp
     forbid_host_decoding(monkeypatch)
     with carom.stream(empty, device=device, vram=MOST, weights=path, ram=ram) as session:
         stays = [name for name in resident_names(session) if name.endswith(("up.weight", "down.weight"))]
-        assert len(stays) >= 4 and inside(session).placement.streamed
+        assert len(stays) >= 4 and inside(session).streamed
         assert_same(expected, infer(empty, Case, CPU, passes=1))
         assert not inside(session).placement.tier.residents.waiting
         brought = sum(stored_entry(open_index(path)[name]).nbytes for name in stays)
@@ -502,7 +498,7 @@ def test_what_was_read_wrong_once_is_read_again(tmp_path, monkeypatch, ram):
         return got
 
     with carom.stream(empty, device=SimulatedDevice(), vram=VRAM, weights=path, ram=ram) as session:
-        assert any(h.entry.name == stored.name for u in inside(session).placement.streamed for h in u.homes)
+        assert any(stored.name in unit.weights for unit in inside(session).streamed)
         monkeypatch.setattr(NativeFile, "read_into", read)
         failed = 0
         for _ in range(3):

@@ -95,7 +95,7 @@ AT_RANDOM = SIMULATED["simulated-random"]
 
 def streams_packed(session: Any) -> None:
     report = session.report()
-    assert report.packed_units == len(inside(session).placement.streamed) > 0
+    assert report.packed_units == len(inside(session).streamed) > 0
     assert report.staging_bytes and 0 < report.waiting_bytes <= 0.72 * report.streamed_bytes
     assert report.vram_peak_bytes <= VRAM
     within_ram(session)
@@ -153,12 +153,7 @@ def test_a_weight_that_was_written_is_used_and_the_others_still_cross_packed(tmp
     path = packed_file(model, tmp_path)
     empty = stack(meta=True).eval()
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=ALL) as session:
-        name = next(
-            o.entry.name
-            for u in inside(session).placement.streamed
-            for o in u.homes
-            if "up.weight" in o.entry.name
-        )
+        name = next(name for unit in inside(session).streamed for name in unit.weights if "up.weight" in name)
         fresh = torch.randn(model.get_parameter(name).shape).bfloat16()
         infer(empty, Case, CPU, passes=1)
         session.write(name, fresh)
@@ -285,7 +280,7 @@ def test_residents_come_packed_and_are_unpacked_on_the_device(tmp_path, monkeypa
     with carom.stream(empty, device=device, vram=MOST, weights=path, ram=ram) as session:
         stays = resident_names(session)
         assert sum(name.endswith("up.weight") for name in stays) >= 2
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         assert_same(expected, infer(empty, Case, CPU, passes=1))
         assert not inside(session).placement.tier.residents.waiting
         brought = sum(
@@ -384,7 +379,7 @@ def test_one_flipped_bit_is_an_error_that_names_the_tensor_from_the_pass_that_ne
     with carom.stream(
         empty, device=SimulatedDevice(timing="random"), vram=VRAM, weights=path, ram=ALL
     ) as session:
-        assert any(o.entry.name == name for u in inside(session).placement.streamed for o in u.homes)
+        assert any(name in unit.weights for unit in inside(session).streamed)
         index = next(u.index for u in inside(session).placement.streamed if u.name == "blocks.4")
         # What is read ahead of the first pass arrives at once, where it arrives; nothing is ahead of one after an error.
         wait_for(
@@ -412,7 +407,7 @@ def test_what_was_read_wrong_once_is_read_again(tmp_path, monkeypatch, ram):
     _, path, expected, empty = loaded_and_empty(tmp_path)
     stored = open_index(path)["blocks.3.up.weight"].file.stored
     with carom.stream(empty, device=SimulatedDevice(), vram=VRAM, weights=path, ram=ram) as session:
-        assert any(o.entry.name == stored.name for u in inside(session).placement.streamed for o in u.homes)
+        assert any(stored.name in unit.weights for unit in inside(session).streamed)
         wrong = reads_wrong(monkeypatch, stored.offset + 40_000, lambda turn: turn == 1)
         failed = 0
         for _ in range(3):
@@ -477,7 +472,7 @@ def test_an_interrupt_and_a_close_in_mid_pass_leave_nothing_behind(tmp_path, mon
         assert_same(infer(stack().eval(), Case, CPU), infer(empty, Case, CPU))  # it goes on
         session.close()
         assert all(p.is_meta for p in empty.parameters())
-        assert inside(session).arena.pinned_bytes == 0
+        assert inside(session).pinned_bytes == 0
         del session, stop, hook
     gc.collect()
     assert all(memory() is None for memory in kept)

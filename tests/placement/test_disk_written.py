@@ -84,7 +84,7 @@ def test_memory_is_within_ram_whenever_a_value_is_written_and_the_report_says_wh
     ):
         for _ in range(passes):
             assert torch.equal(empty(X), loaded(X))
-        names = [int(o.entry.name.split(".")[0]) for u in inside(session).placement.streamed for o in u.homes]
+        names = [int(name.split(".")[0]) for unit in inside(session).streamed for name in unit.weights]
         for index in names:
             try:
                 write(session, loaded, index)

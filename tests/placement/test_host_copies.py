@@ -82,7 +82,7 @@ def count(monkeypatch):
 def residents(session):
     return {
         unit.name: unit.nbytes
-        for index, unit in enumerate(inside(session).carving.units)
+        for index, unit in enumerate(inside(session).units)
         if index in session.plan.resident
     }
 
@@ -111,7 +111,7 @@ def test_a_budget_that_comes_and_goes_copies_what_becomes_resident_and_nothing_o
             assert torch.equal(run(net), expected)
         pinned = session.report().pinned_bytes
         assert pinned <= (1.05 if codec == "raw" else 0.9) * size(net) + 12 * arena.PAGE
-    assert torch.equal(run(net), expected) and inside(session).arena.pinned_bytes == 0
+    assert torch.equal(run(net), expected) and inside(session).pinned_bytes == 0
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -248,7 +248,7 @@ def test_a_failure_on_the_way_leaves_the_values(codec, monkeypatch):
         session.set_budget(vram=int(0.4 * size(net)))
     session.close()
     assert torch.equal(run(net), expected)
-    assert inside(session).arena.pinned_bytes == 0
+    assert inside(session).pinned_bytes == 0
 
 
 def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):

@@ -80,7 +80,7 @@ def test_the_drive_reads_nothing_for_the_next_pass_before_the_first_has_its_resi
         ) as session,
         torch.no_grad(),
     ):
-        streamed = {unit.name for unit in inside(session).placement.streamed}
+        streamed = {unit.name for unit in inside(session).streamed}
         last = max(i for i in range(20) if f"blocks.{i}" not in streamed)
         assert streamed and last > 10
 
@@ -134,7 +134,7 @@ def _saved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _streamed(session: Any) -> str:
-    return inside(session).placement.streamed[0].homes[0].entry.name
+    return inside(session).streamed[0].weights[0]
 
 
 def _written(session: Any) -> torch.Tensor:

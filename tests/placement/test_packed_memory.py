@@ -48,13 +48,13 @@ def test_a_unit_that_cannot_be_unpacked_for_want_of_memory_is_as_it_was(device, 
         model(inputs())
         placement = inside(session).placement
         before = [(unit, unit.block, unit.block.pinned, unit.decoder) for unit in placement.streamed]
-        pinned, wire = inside(session).arena.pinned_bytes, placement.wire_bytes
+        pinned, wire = inside(session).pinned_bytes, placement.wire_bytes
         with monkeypatch.context() as patch:
             refuse(patch, where)
             left = placement.tier.unpack(inside(session).streamer, placement.streamed)
         assert left == placement.streamed
         assert [(u, u.block, u.block.pinned, u.decoder) for u in placement.streamed] == before
-        assert (inside(session).arena.pinned_bytes, placement.wire_bytes) == (pinned, wire)
+        assert (inside(session).pinned_bytes, placement.wire_bytes) == (pinned, wire)
         for net in (model, plain):  # what travels as it is beside them leads where the next pass looks
             net.blocks[2].norm.weight.add_(0.5)
             net.blocks[1].up.weight.mul_(2)
@@ -120,7 +120,7 @@ def test_a_value_whose_block_cannot_be_had_is_not_half_written(monkeypatch):
         carom.stream(model, device=SIMULATED["simulated-late"], vram=VRAM, codec="lossless") as session,
     ):
         model(inputs())
-        name = inside(session).placement.streamed[1].homes[2].entry.name
+        name = inside(session).streamed[1].weights[2]
         refuse(monkeypatch, "the block")
         with pytest.raises(MemoryError):
             session.write(name, plain.get_parameter(name) * 2)

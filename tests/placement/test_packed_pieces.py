@@ -89,7 +89,7 @@ def test_what_packs_to_more_than_bfloat16_does_finds_room_too(dtype):
         expected = model(x)
         with stream(model, SIMULATED["simulated-late"], int(0.4 * total)) as session:
             assert_same([expected] * 3, [model(x) for _ in range(3)])
-            streamed = inside(session).placement.streamed
+            streamed = inside(session).streamed
             assert streamed and all(unit.packed for unit in streamed)
 
 

@@ -72,8 +72,8 @@ def model_and_copy(depth: int = 8, **kinds: Any) -> tuple[WideModel, WideModel]:
 
 
 def plan_says_what_stays(session: Session) -> bool:
-    units = {id(unit): index for index, unit in enumerate(inside(session).carving.units)}
-    here = {units[id(unit.unit)] for unit in inside(session).placement.streamed if unit.on_device}
+    names = [unit.name for unit in inside(session).units]
+    here = {names.index(unit.name) for unit in inside(session).streamed if unit.on_device}
     return session.plan.packed == here and (
         session.plan.packed_bytes >= inside(session).placement.tier.packed_residents.nbytes
         and bool(here) == bool(inside(session).placement.tier.packed_residents.nbytes)
@@ -402,7 +402,7 @@ def test_units_that_cross_raw_share_slots_with_what_is_unpacked(timing, known):
         )
         for seed in range(16):
             assert torch.equal(model(inputs(seed)), plain(inputs(seed)))
-        assert any(not unit.packed for unit in inside(session).placement.streamed)
+        assert any(not unit.packed for unit in inside(session).streamed)
 
 
 # -- the plan
@@ -521,7 +521,7 @@ def test_residents_that_pack_less_than_expected_stay_as_they_are():
     )  # fmt: skip
     asked: dict[str, Any] = {"vram": 8 * BLOCK, "codec": "lossless", "granularity": "block"}
     with carom.stream(copy.deepcopy(model), device=dataclasses.replace(device), **asked) as session:
-        stays = inside(session).layout.resident_names()
+        stays = inside(session).resident_names
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.rsplit(".", 2)[0] in stays and weight.dim() == 2:

@@ -141,7 +141,7 @@ def test_streamed_weights_that_train_are_stepped_when_their_gradients_land(devic
     x = case.inputs(0, where)
     everything = sum(p.nbytes for p in model.parameters())
     with carom.stream(model, device=device, vram=everything // 2, training="stream") as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         found = train(model, case, where, optimizer=lambda p: carom.OptimizerInBackward(p, factory))
         assert all(p.grad is None for p in model.parameters())
         assert torch.equal(model(x), plain(x))
@@ -259,7 +259,7 @@ def test_the_trainer_steps_in_backward_saves_and_resumes(tmp_path):
             with carom.stream(
                 empty, device="cpu", vram=60_000, weights=tmp_path / "model", ram=40_000
             ) as session:
-                assert inside(session).placement.streamed
+                assert inside(session).streamed
                 found = fit(empty, tmp_path / "streamed", True, resume)
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -359,7 +359,7 @@ def test_published_mixtures_get_adapters_on_dense_parts_only_and_train_from_disk
         expected = run(model, False)
         vram, ram = some_vram(empty, weights, 0.2), some_ram(empty, 0.2)
         with carom.stream(empty, device="cpu", vram=vram, weights=weights, ram=ram) as session:
-            assert inside(session).placement.streamed
+            assert inside(session).streamed
             assert_same(expected, run(empty, True))
 
 
@@ -399,7 +399,7 @@ def test_what_slots_hold_at_a_turn_is_not_kept_in_ram_as_well(tmp_path, monkeypa
         for _ in range(5):
             assert torch.equal(step(empty), expected)
             read.append(inside(session).placement.tier.reads.cache.total_read())
-        units, slots = len(inside(session).streamer.units), session.plan.region_bytes // block
+        units, slots = len(inside(session).streamed), session.plan.region_bytes // block
         buffers = inside(session).placement.tier.reads._buffers
     kept = (buffers.count - buffers.rotating) * buffers.nbytes / block
     assert 0 < kept < units - slots

@@ -42,9 +42,9 @@ def test_the_rate_is_that_of_the_largest_unit_within_a_half(monkeypatch):
     torch.manual_seed(0)
     model = WideModel()
     with carom.stream(model, device=carom.SimulatedDevice(), vram=500_000, codec="lossless") as session:
-        largest = max(unit.nbytes for unit in inside(session).placement.streamed if unit.packed)
+        largest = max(unit.nbytes for unit in inside(session).streamed if unit.packed)
         assert sizes and inside(session).placement.tier.decoder_check.decode_bytes_per_second >= largest / 2
-        assert len(sizes) < len(inside(session).placement.streamed), "each of a size once"
+        assert len(sizes) < len(inside(session).streamed), "each of a size once"
 
 
 class Clocks:

@@ -83,7 +83,7 @@ class Case:
         assert self.session.closed
         assert [(id(p), type(p), p.device, p.stride()) for p in self.model.parameters()] == self.before
         assert not any({"forward", "_apply"} & vars(module).keys() for module in self.model.modules())
-        assert inside(self.session).arena.pinned_bytes == 0
+        assert inside(self.session).pinned_bytes == 0
         if self.before[0][2].type != "meta":
             assert all(map(torch.equal, self.model.parameters(), self.twin.parameters()))
             assert torch.equal(run(self.model), run(self.twin))

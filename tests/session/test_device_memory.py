@@ -229,11 +229,11 @@ def test_a_session_grows_into_free_memory_and_then_keeps_still():
     expected = run(net)
     memory = int(1.4 * size(net)) + 20 * KB
     with auto(net, memory, activations=20 * KB) as session:
-        assert inside(session).placement.streamed, "the first guess leaves room"
+        assert inside(session).streamed, "the first guess leaves room"
         for _ in range(12):
             assert torch.equal(run(net), expected)
         grown = inside(session).held_bytes
-        assert session.plan.all_resident and not inside(session).placement.streamed
+        assert session.plan.all_resident and not inside(session).streamed
         for _ in range(20):
             assert torch.equal(run(net), expected)
         assert inside(session).held_bytes == grown
@@ -253,11 +253,11 @@ def test_a_settled_session_takes_what_it_left_free_once_and_then_keeps_still(mon
             with torch.no_grad():
                 assert torch.equal(net(x), expected)
             seen.append(inside(session).held_bytes)
-            if not places or places[-1] is not inside(session).placement:
-                places.append(inside(session).placement)
+            if not places or places[-1] is not inside(session).arrangement:
+                places.append(inside(session).arrangement)
         assert inside(session).governor.settled
         assert inside(session).engine.free_bytes() < 0.025 * memory + max(
-            u.nbytes for u in inside(session).carving.units
+            u.nbytes for u in inside(session).units
         )
         assert seen[-1] > 0.95 * memory
         assert len(places) == 3, "it grew, settled and grew; then nothing moves"
@@ -548,7 +548,7 @@ def test_inference_of_what_could_be_trained_gives_up_no_more_than_other_inferenc
         with auto(net, int(0.8 * size(net))) as session:
             for _ in range(30):
                 run(net, mode)
-            assert inside(session).placement.streamed
+            assert inside(session).streamed
             inside(session).engine._ooms += 1  # of a decoder, say
             run(net, mode)
             held.append(inside(session).held_bytes)
@@ -563,7 +563,7 @@ def test_a_budget_in_bytes_does_not_follow_anything():
         inside(session).engine.ledger.others = 2 * size(net) - inside(session).engine.allocated
         for _ in range(10):
             run(net)
-        assert inside(session).vram == size(net) // 2 and inside(session).placement.streamed
+        assert inside(session).capacity == size(net) // 2 and inside(session).streamed
 
 
 def test_auto_starts_with_the_least_where_the_usual_share_would_not_do():
@@ -599,7 +599,7 @@ def test_hundreds_of_pressure_events_never_break_a_budget_or_a_result(seed):
                     "it failed with room left"
                 )
             assert engine.allocated + engine.ledger.others <= memory
-            assert inside(session).held_bytes <= inside(session).vram
+            assert inside(session).held_bytes <= inside(session).capacity
             layouts += session.plan is not plan
             plan = session.plan
         assert torch.equal(run_until_it_fits(net, engine), expected)

@@ -129,13 +129,13 @@ def assert_working(model: nn.Module, twin: nn.Module, live) -> None:
         assert_equal(step(model), step(twin))
         assert torch.equal(infer(model), infer(twin))
     model.zero_grad(), twin.zero_grad()
-    inner = inside(live).streamer
-    inner.end_finished_uses()
-    assert [slot.users for slot in inner.region.slots] == [0] * len(inner.region.slots), "slots still in use"
-    assert all(unit.depth == 0 and not unit.swapped_in for unit in inner.units), "slot views still stand"
-    assert not inner.runs.computing(), "the thread counts as in a step"
+    found = inside(live)
+    found.end_finished_uses()
+    assert not [slot for slot in found.slots if slot.users], "slots still in use"
+    assert not found.units_in_modules, "slot views still stand"
+    assert not found.computing, "the thread counts as in a step"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "saved-tensor hooks leaked"
-    assert inside(live).held_bytes <= inside(live).vram
+    assert inside(live).held_bytes <= inside(live).capacity
 
 
 def assert_restored(model: nn.Module, twin: nn.Module, before: list, live=None) -> None:
@@ -145,7 +145,7 @@ def assert_restored(model: nn.Module, twin: nn.Module, before: list, live=None) 
         assert "forward" not in module.__dict__ and "_apply" not in module.__dict__
     assert torch.equal(infer(model), infer(twin))
     if live is not None:
-        assert inside(live).arena.pinned_bytes == 0
+        assert inside(live).pinned_bytes == 0
 
 
 @contextlib.contextmanager
@@ -537,12 +537,12 @@ def test_what_a_forward_writes_stays_written(device, block):
 def test_a_plain_run_writes_nothing(device, kind):
     model, twin = pair(kind=kind)
     with carom.stream(model, device=device, vram=part(model, 0.5)) as live:
-        inner, streamed = inside(live).streamer, {unit.name for unit in inside(live).streamer.units}
+        arrangement, streamed = inside(live).arrangement, inside(live).streamed
         for _ in range(3):
             infer(model)
             step(model)
-            assert not inner.runs.to_stay
-        assert inside(live).streamer is inner and {unit.name for unit in inner.units} == streamed
+            assert not inside(live).streamer.runs.to_stay
+        assert inside(live).arrangement is arrangement and inside(live).streamed == streamed
     assert_same_state(model, twin)
 
 
@@ -791,7 +791,7 @@ def test_a_closed_session_keeps_no_memory(device):
     step(model)
     memory, region, inner = (
         inside(live).arena,
-        weakref.ref(inside(live).streamer.memory),
+        weakref.ref(inside(live).region_memory),
         weakref.ref(inside(live).streamer),
     )
     live.close()
@@ -961,9 +961,9 @@ def test_a_block_that_calls_the_root_computes_the_same(device):
     for one in (model, twin):
         one.blocks[1].root = (one,)
     with carom.stream(model, device=device, vram=part(model, 0.9)) as live:
-        inner = inside(live).streamer
+        arrangement = inside(live).arrangement
         assert_working(model, twin, live)
-        assert inside(live).streamer is inner, "laid out anew for nothing"
+        assert inside(live).arrangement is arrangement, "laid out anew for nothing"
 
 
 def test_generators_abandoned_half_way_leave_a_working_session(device):

@@ -186,7 +186,7 @@ def test_no_host_memory_while_parking_leaves_the_model_whole(codec, allocation, 
         with monkeypatch.context() as patch:
             patch.setattr(HostArena, "allocate", refuses)
             session.park(keep=True)
-        assert left[0] < 0 and session.parked and not inside(session).arena.pinned_bytes
+        assert left[0] < 0 and session.parked and not inside(session).pinned_bytes
         for mine, its in zip(net.state_dict().values(), other.parameters(), strict=True):
             assert torch.equal(mine, its)
         assert torch.equal(run(net), expected)

@@ -165,7 +165,7 @@ def test_however_short_memory_is_the_cache_keeps_pieces_that_are_worth_reading(t
             for _ in range(3):
                 assert torch.equal(empty(x), expected)
             report = session.report()
-            streamed = sum(unit.wire_bytes for unit in inside(session).placement.streamed)
+            streamed = sum(unit.wire_bytes for unit in inside(session).streamed)
             assert report.ram_budget_bytes == streamed // 32
 
 
@@ -181,7 +181,7 @@ def test_under_pressure_the_cache_keeps_what_its_smaller_budget_holds(tmp_path, 
         with carom.stream(empty, device="cpu", vram=size // 4, ram="auto", weights=path) as session:
             for _ in range(3):
                 assert torch.equal(empty(x), expected)
-            streamed = sum(unit.wire_bytes for unit in inside(session).placement.streamed)
+            streamed = sum(unit.wire_bytes for unit in inside(session).streamed)
             drive.fresh()
             memory.free = int(0.45 * size)  # another program takes memory between two steps
             assert torch.equal(empty(x), expected)
@@ -266,13 +266,13 @@ def test_copies_of_what_is_resident_go_and_what_streams_stays_pinned(monkeypatch
     ) as session:
         run(net)
         session.set_budget(vram=5 * UNIT)
-        kept = inside(session).arena.pinned_bytes
+        kept = inside(session).pinned_bytes
         streams = sum(unit.block.registered_bytes for unit in inside(session).placement.streamed)
         assert kept > streams, "units that came to stay have copies on the host"
         memory.free = 0
         for _ in range(3):
             assert torch.equal(run(net), expected)
-        assert inside(session).arena.pinned_bytes == streams
+        assert inside(session).pinned_bytes == streams
         assert all(unit.block.pinned for unit in inside(session).placement.streamed)
         session.set_budget(vram=3 * UNIT)
         assert torch.equal(run(net), expected)
@@ -291,10 +291,10 @@ def test_a_packed_copy_beside_plain_weights_goes(monkeypatch, memory):
         net, device=carom.SimulatedDevice(), vram=3 * UNIT, codec="lossless", host="raw"
     ) as session:  # fmt: skip
         assert torch.equal(net(x), expected)
-        assert any(unit.packed for unit in inside(session).placement.streamed)
+        assert any(unit.packed for unit in inside(session).streamed)
         memory.free = UNIT
         assert torch.equal(net(x), expected)
-        assert not any(unit.packed for unit in inside(session).placement.streamed)
+        assert not any(unit.packed for unit in inside(session).streamed)
         assert torch.equal(net(x), expected)
 
 

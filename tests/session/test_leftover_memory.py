@@ -317,13 +317,13 @@ def test_after_a_budget_that_fell_a_better_layout_is_taken_all_the_same():
     with carom.stream(
         net, device=device(net, 0.8), vram=int(0.6 * size(net)), granularity="block"
     ) as session:
-        units = [unit.name for unit in inside(session).carving.units]
+        units = [unit.name for unit in inside(session).units]
         inside(session).relay(residents_among=frozenset(units[:6]))
-        fell = inside(session).layout.resident_names()
+        fell = inside(session).resident_names
         for _ in range(40):
             step(net, False)
         assert len(fell) >= 5 and set(fell) <= set(units[:6])
-        assert not set(inside(session).layout.resident_names()) <= set(units[:6])
+        assert not set(inside(session).resident_names) <= set(units[:6])
         report = session.report()
         assert report.predicted_seconds == pytest.approx(report.step_seconds, rel=0.03)
 

@@ -170,7 +170,7 @@ def stack(checkpoint: str, depth: int = 8) -> nn.Module:
 
 
 def split_names(session) -> list[str]:
-    return [unit.name for unit in inside(session).placement.streamed if unit.name.endswith((".up", ".down"))]
+    return [unit.name for unit in inside(session).streamed if unit.name.endswith((".up", ".down"))]
 
 
 @pairwise(device=EVERYWHERE, checkpoint=["none", "non-reentrant", "reentrant"], blocks=[1.2, 2, 3.4])
@@ -193,7 +193,7 @@ def test_a_training_step_in_parts_takes_two_transfers_less_the_turns(in_parts, d
     model.head.requires_grad_(True)
     x = torch.randn(2, models.D, requires_grad=True)
     with streamed(model, device, 3 * 9216 + 4096) as session:
-        units = inside(session).placement.streamed
+        units = inside(session).streamed
         largest = max(unit.nbytes for unit in units)
         everything = sum(unit.nbytes for unit in units)
         for _ in range(4):
@@ -203,7 +203,7 @@ def test_a_training_step_in_parts_takes_two_transfers_less_the_turns(in_parts, d
             harness.loss_of(model(x)).backward()
         crossed = (inside(session).engine.bytes_in - before) / 4
         # At each turn the region is full, but for less than one part that found no room.
-        assert crossed <= 2 * (everything - inside(session).streamer.region.nbytes + largest)
+        assert crossed <= 2 * (everything - inside(session).region_bytes + largest)
 
 
 def test_parts_leave_smaller_bubbles_than_blocks(in_parts):
@@ -247,9 +247,9 @@ def test_the_first_adapters_turn_a_layout_for_inference_into_one_for_training():
                 adapted = peft.get_peft_model(model, config)
             adapted(torch.randn(2, 64))
             assert before or session.plan.slots > first
-            again = inside(session).placement
+            again = inside(session).arrangement
             adapted(torch.randn(2, 64))
-            assert inside(session).placement is again, "once"
+            assert inside(session).arrangement is again, "once"
             return session.plan.slots, session.plan.region_bytes
 
     assert plan(before=True) == plan(before=False)

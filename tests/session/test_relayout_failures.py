@@ -115,7 +115,7 @@ class Case:
             self.mate = carom.stream(self.mate_net, device=device, vram=options["vram"], granularity="layer")
             self.others = run(self.mate_net)
         run(self.net)
-        assert state != "packed" or any(unit.packed for unit in inside(self.session).placement.streamed)
+        assert state != "packed" or any(unit.packed for unit in inside(self.session).streamed)
         if state in ("parked", "aside"):
             self.session.park(keep=state == "aside")
 
@@ -157,7 +157,7 @@ class Case:
         if self.state != "file":
             assert not any(p.is_meta for p in self.net.parameters())
             assert torch.equal(run(self.net), run(self.twin))
-        assert inside(self.session).arena.pinned_bytes == 0
+        assert inside(self.session).pinned_bytes == 0
         assert "forward" not in vars(self.net) and "_apply" not in vars(self.net)
         if self.shared is not None:
             assert self.shared.free_bytes + inside(self.mate).promised_bytes == self.shared.nbytes
@@ -192,7 +192,7 @@ def test_a_layout_that_fails_anywhere_leaves_a_session_that_goes_on(
         if (call + len(action)) % 2:  # else it is closed as it is
             assert not case.session.closed
             assert torch.equal(run(case.net), run(case.twin))
-            assert inside(case.session).held_bytes <= inside(case.session).vram
+            assert inside(case.session).held_bytes <= inside(case.session).capacity
         case.end()
         if count[0] <= call:
             return
@@ -239,14 +239,14 @@ def test_a_layout_because_of_host_memory_that_fails_leaves_a_session_that_goes_o
             session = carom.stream(net, device=device, granularity="layer", **options)
             for _ in range(3):
                 assert torch.equal(net(X), expected)
-            placement = inside(session).placement
+            arrangement = inside(session).arrangement
             host_memory.free = ram // 4  # another program
             with failing(SimulatedEngine, "allocate", call, kind) as count, contextlib.suppress(kind):
                 assert torch.equal(net(X), expected)
             if count[0] > call:
                 assert session.parked
             else:
-                assert inside(session).placement is not placement, (
+                assert inside(session).arrangement is not arrangement, (
                     "nothing was laid out anew: the test would show nothing"
                 )
             if call % 2:

@@ -167,9 +167,9 @@ def test_an_explicit_granularity_is_kept():
         ) as session:
             for _ in range(10):
                 step(net, False)
-            names = [unit.name for unit in inside(session).carving.units]
+            names = [unit.name for unit in inside(session).units]
             session.tune()
-            assert [unit.name for unit in inside(session).carving.units] == names
+            assert [unit.name for unit in inside(session).units] == names
 
 
 def test_a_budget_set_later_keeps_the_choice():

@@ -141,7 +141,7 @@ def crossings(monkeypatch):
 
 
 def resident_bytes(session):
-    units = inside(session).carving.units
+    units = inside(session).units
     return sorted(units[index].nbytes for index in session.plan.resident)
 
 
@@ -184,7 +184,7 @@ def test_a_clean_park_copies_nothing_and_a_return_copies_each_unit_once(
             assert inside(session).engine.allocated == 0
             assert torch.equal(net.blocks[3][0].weight.clone(), Net().blocks[3][0].weight)
     assert torch.equal(run(net), expected)
-    assert inside(session).arena.pinned_bytes == 0
+    assert inside(session).pinned_bytes == 0
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -245,7 +245,7 @@ def test_a_resident_that_was_written_to_unseen_is_copied_again_and_no_other(cros
         for _ in range(2):
             session.park(keep=True)
             session.unpark()
-        units = inside(session).carving.units
+        units = inside(session).units
         unit = units[sorted(session.plan.resident)[1]]
         with torch.no_grad():
             for model in (net, twin):
@@ -353,7 +353,7 @@ def test_the_first_park_pins_nothing_where_its_memory_was_prepared_during_the_st
         wait_for_spares(session)
         assert session.report().pinned_bytes == before + prepared, "all residents have copies"
         assert torch.equal(run(net), expected)
-    assert inside(session).arena.pinned_bytes == 0
+    assert inside(session).pinned_bytes == 0
 
 
 def test_a_park_is_prepared_in_the_room_that_the_caller_has(small_unit):
@@ -385,4 +385,4 @@ def test_memory_that_was_prepared_for_a_park_gives_way_to_streamed_weights_and_e
         assert torch.equal(run(net), expected)
         session.prepare_park()
     wait_for_spares(session)
-    assert inside(session).arena.pinned_bytes == 0
+    assert inside(session).pinned_bytes == 0

@@ -93,12 +93,12 @@ def test_later_inference_keeps_the_layout_for_training():
     net = unfrozen()
     with stream(net) as session:
         net(inputs()).float().square().mean().backward()
-        layout = inside(session).layout
+        arrangement = inside(session).arrangement
         for _ in range(2):
             with torch.no_grad():
                 net(inputs())
             net(inputs()).float().square().mean().backward()
-        assert inside(session).layout is layout
+        assert inside(session).arrangement is arrangement
 
 
 def test_trainable_weights_that_are_streamed_on_request_are_never_packed():

@@ -222,7 +222,7 @@ def test_full_fine_tuning_is_exact(name, checkpoint, device):
     expected = run(copy.deepcopy(model))
     vram = harness.some_vram(model, device, 0.3, training="stream")
     with streamed(model, device, vram, training="stream") as session:
-        assert any(unit.trainable for unit in inside(session).placement.streamed)
+        assert any(unit.trainable for unit in inside(session).streamed)
         assert_same(expected, run(model))
 
 

@@ -93,7 +93,7 @@ def test_failed_backwards_take_no_more_pinned_memory():
         weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         assert pinned[0] >= 2 * weights, "gradients land in pinned memory"
         assert pinned[-1] == pinned[1], f"pinned bytes after each failed backward: {pinned}"
-    assert inside(session).arena.pinned_bytes == 0, "nothing stays pinned, though .grad keeps the memory"
+    assert inside(session).pinned_bytes == 0, "nothing stays pinned, though .grad keeps the memory"
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 

@@ -141,7 +141,7 @@ def interrupt_steps(kind: Kind, folder: Path, times: int) -> None:
     wanted = [kind.step(twin, number) for number in range(3)]
     seeded = random.Random(39)
     with carom.stream(model, vram=kind.room * refused.value.least_bytes, **settings) as session:
-        packs = [unit.backing.packed for unit in inside(session).streamer.units]
+        packs = [unit.packed for unit in inside(session).streamed]
         assert packs and any(packs) == (kind.codec == "lossless"), "the test needs streamed weights"
         kind.step(model, 0)
         kind.step(model, 0)
@@ -161,7 +161,7 @@ def interrupt_steps(kind: Kind, folder: Path, times: int) -> None:
                 assert len(got) == len(wanted[number]), lines.place
                 assert all(map(torch.equal, got, wanted[number])), f"wrong after {lines.place}"
             assert time.monotonic() - began < PATIENCE, f"the step after {lines.place} waits"
-        assert inside(session).streamer.region.users == 0
+        assert not any(slot.users for slot in inside(session).slots)
     assert list(map(id, model.parameters())) == objects
     if kind.disk != "file":
         assert all(map(torch.equal, model.parameters(), twin.parameters()))

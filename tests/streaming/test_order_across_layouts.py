@@ -57,7 +57,7 @@ def copies(session, net) -> int:
 
 def most(session) -> int:
     """The units that a pass uses, and those of the next one that it may fetch ahead."""
-    return len(inside(session).placement.streamed) + session.plan.slots
+    return len(inside(session).streamed) + session.plan.slots
 
 
 @pytest.fixture(autouse=True)
@@ -67,14 +67,14 @@ def every_unit_alone(monkeypatch):
 
 
 def surprises(session) -> int:
-    return inside(session).streamer.order.surprises
+    return inside(session).surprises
 
 
 def test_the_first_pass_after_a_park_uses_the_order_that_was_learnt():
     net = Interleaved()
     expected = net(X)
     with stream(net, 4) as session:
-        assert len(inside(session).placement.streamed) >= DEPTH
+        assert len(inside(session).streamed) >= DEPTH
         for _ in range(3):
             copies(session, net)
         steady = copies(session, net)

@@ -104,7 +104,7 @@ def resident(session):
 
 
 def streamed(session):
-    return sorted(unit.unit.modules[0].number for unit in inside(session).placement.streamed)
+    return sorted(int(unit.name.split(".")[1]) for unit in inside(session).streamed)
 
 
 STEADY = pytest.mark.parametrize("passes", [0, 1, 20], ids=["first", "second", "steady"])
@@ -245,18 +245,18 @@ def test_while_a_graph_wants_the_present_layout_the_error_is_raised():
         for _ in range(2):
             run(net)
         loss = net(X * net.scale).sum()  # its backward is still to come: no new layout
-        placement = inside(session).placement
+        arrangement = inside(session).arrangement
         TROUBLE.at(resident(session)[-1])
         with pytest.raises(torch.OutOfMemoryError) as failed:
             run(net)
         del failed
-        assert inside(session).placement is placement
+        assert inside(session).arrangement is arrangement
         loss.backward()
         gradient, net.scale.grad = net.scale.grad, None
         net(X * net.scale).sum().backward()
         assert torch.equal(gradient, net.scale.grad)
         assert torch.equal(run(net), expected)
-        assert inside(session).placement is not placement
+        assert inside(session).arrangement is not arrangement
 
 
 def test_a_front_that_is_undone_before_the_one_outside_it_leaves_nothing():

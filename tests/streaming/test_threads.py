@@ -102,12 +102,12 @@ def assert_equal(got: list, want: list) -> None:
 
 
 def assert_idle(live) -> None:
-    inner = inside(live).streamer
-    inner.end_finished_uses()
-    assert [slot.users for slot in inner.region.slots] == [0] * len(inner.region.slots), "slots still in use"
-    assert all(unit.depth == 0 and not unit.swapped_in for unit in inner.units), "slot views still stand"
-    assert not inner.runs.computing()
-    assert inside(live).held_bytes <= inside(live).vram
+    found = inside(live)
+    found.end_finished_uses()
+    assert not [slot for slot in found.slots if slot.users], "slots still in use"
+    assert not found.units_in_modules, "slot views still stand"
+    assert not found.computing
+    assert inside(live).held_bytes <= inside(live).capacity
 
 
 def together(*functions, seconds: float = 20) -> None:
@@ -169,9 +169,9 @@ def test_threads_that_infer_at_once_get_their_own_results(device):
 
             return run
 
-        inner = inside(live).streamer
+        arrangement = inside(live).arrangement
         together(*(worker(x, want) for x, want in zip(inputs, wanted, strict=True)))
-        assert inside(live).streamer is inner, "laid out anew for nothing"
+        assert inside(live).arrangement is arrangement, "laid out anew for nothing"
         assert_idle(live)
 
 
@@ -433,7 +433,7 @@ def test_a_session_changed_during_another_threads_run_gives_right_results_or_a_c
         live.close()
         assert torch.equal(infer(model), want)
         assert all(type(p) is nn.Parameter for p in model.parameters())
-        assert inside(live).arena.pinned_bytes == 0
+        assert inside(live).pinned_bytes == 0
 
 
 def test_sessions_of_two_models_in_two_threads(device):

@@ -28,7 +28,7 @@ def stack(depth: int = 8, checkpoint: str = "none", kind: type = models.Stack):
 def slots_vram(model, slots: int) -> int:
     """A budget under which every block streams through that many slots, and the rest stays resident."""
     probe = carom.stream(model, device="cpu", vram=10**9, granularity="block")
-    units = inside(probe).carving.units
+    units = inside(probe).units
     probe.close()
     block = max(unit.nbytes for unit in units)
     return sum(unit.nbytes for unit in units if unit.kind != "block") + slots * block
@@ -47,8 +47,8 @@ def test_inference_takes_one_transfer_per_streamed_unit_less_what_is_kept(slots,
     model = stack()
     x = torch.randn(2, models.D)
     with torch.no_grad(), streamed(model, device, slots_vram(model, slots), granularity="block") as session:
-        count = len(inside(session).placement.streamed)
-        streamed_bytes = sum(unit.nbytes for unit in inside(session).placement.streamed)
+        count = len(inside(session).streamed)
+        streamed_bytes = sum(unit.nbytes for unit in inside(session).streamed)
         slots = session.plan.slots
         assert count >= 7 and slots >= 1
         for _ in range(3):
@@ -67,7 +67,7 @@ def test_the_very_first_pass_takes_one_transfer_per_unit_and_what_it_fetches_for
     model = stack()
     with torch.no_grad(), streamed(model, device, slots_vram(model, 3), granularity="block") as session:
         copies = counted(session, lambda: model(torch.randn(2, models.D)))
-        assert copies <= len(inside(session).placement.streamed) + session.plan.slots
+        assert copies <= len(inside(session).streamed) + session.plan.slots
 
 
 @on_simulated_devices
@@ -140,7 +140,7 @@ def test_a_training_step_takes_two_transfers_per_unit_less_the_turns(slots, chec
     model = stack(8, checkpoint)
     x = torch.randn(2, models.D, requires_grad=True)
     with streamed(model, device, slots_vram(model, slots), granularity="block") as session:
-        count, slots = len(inside(session).placement.streamed), session.plan.slots
+        count, slots = len(inside(session).streamed), session.plan.slots
         assert count > 2 * slots - 1
         step = lambda: harness.loss_of(model(x)).backward()  # noqa: E731
         for _ in range(4):
@@ -158,7 +158,7 @@ def test_training_without_checkpointing_takes_no_more(device):
     model = stack()
     x = torch.randn(2, models.D, requires_grad=True)
     with streamed(model, device, slots_vram(model, 3), granularity="block") as session:
-        count = len(inside(session).placement.streamed)
+        count = len(inside(session).streamed)
         for _ in range(4):
             harness.loss_of(model(x)).backward()
         step = lambda: harness.loss_of(model(x)).backward()  # noqa: E731
@@ -171,7 +171,7 @@ def test_resident_units_are_never_transferred(device):
     vram = slots_vram(model, 5)
     with torch.no_grad(), streamed(model, device, vram) as session:
         assert session.plan.resident
-        streamed_bytes = sum(unit.nbytes for unit in inside(session).placement.streamed)
+        streamed_bytes = sum(unit.nbytes for unit in inside(session).streamed)
         for _ in range(3):
             model(torch.randn(2, models.D))
         before = inside(session).engine.bytes_in
@@ -245,12 +245,12 @@ def test_another_order_is_exact_and_learnt_again(route, checkpoint, device):
             plain.route = model.route = order
             harness.assert_same(list(step(plain, seed)), list(step(model, seed)))
             if seed == 7:
-                learnt = inside(session).streamer.order.surprises
+                learnt = inside(session).surprises
             if seed == 8:
-                assert inside(session).streamer.order.surprises == learnt, "a repeated order still surprises"
+                assert inside(session).surprises == learnt, "a repeated order still surprises"
             if seed == 14:
-                learnt = inside(session).streamer.order.surprises
-        assert inside(session).streamer.order.surprises == learnt, "the old order was not learnt again"
+                learnt = inside(session).surprises
+        assert inside(session).surprises == learnt, "the old order was not learnt again"
 
 
 @on_simulated_devices
@@ -278,9 +278,9 @@ def test_repeated_calls_of_a_sampler_look_ahead_across_calls(device):
     with torch.no_grad(), streamed(model, device, slots_vram(model, 3), granularity="block") as session:
         for _ in range(4):
             model(torch.randn(2, models.D))
-        surprises = inside(session).streamer.order.surprises
+        surprises = inside(session).surprises
         copies = counted(session, lambda: [model(torch.randn(2, models.D)) for _ in range(8)])
-        assert inside(session).streamer.order.surprises == surprises
+        assert inside(session).surprises == surprises
         assert copies <= 8 * 8
 
 
@@ -298,9 +298,9 @@ def test_training_and_sampling_by_turns_are_learnt(device):
     with streamed(model, device, slots_vram(model, 2), granularity="block") as session:
         for _ in range(4):
             turn()
-        surprises = inside(session).streamer.order.surprises
+        surprises = inside(session).surprises
         steady = [counted(session, turn) for _ in range(4)]
-        assert inside(session).streamer.order.surprises == surprises
+        assert inside(session).surprises == surprises
         # 4 passes over 8 units; one turn finds 2 units in the slots, passes begin with what was foreseen.
         assert max(steady) <= 4 * 8 - 2
 
@@ -316,9 +316,9 @@ def test_accumulation_is_learnt(device):
     with streamed(model, device, slots_vram(model, 2), granularity="block") as session:
         for _ in range(4):
             forwards()
-        surprises = inside(session).streamer.order.surprises
+        surprises = inside(session).surprises
         assert counted(session, forwards) <= 4 * 8 - 2
-        assert inside(session).streamer.order.surprises == surprises
+        assert inside(session).surprises == surprises
 
 
 @on_simulated_devices
@@ -388,9 +388,9 @@ def test_a_view_kept_over_many_runs_is_looked_after_once(device):
     with torch.no_grad(), streamed(model, device, slots_vram(model, 3), granularity="block") as session:
         for _ in range(20):
             model(torch.randn(2, models.D))
-        assert len(inside(session).streamer.held) == 1
+        assert len(inside(session).held_slots) == 1
         hook.remove()
         kept.clear()
         model(torch.randn(2, models.D))
-        inside(session).streamer.end_finished_uses()
-        assert not inside(session).streamer.held
+        inside(session).end_finished_uses()
+        assert not inside(session).held_slots

@@ -74,7 +74,7 @@ def test_a_recomputation_and_its_gradients_are_one_use(device, monkeypatch):
         gradients(model, 4)
         released.clear()
         gradients(model, 1)
-        names = [unit.name for unit in inside(session).streamer.units]
+        names = [unit.name for unit in inside(session).streamed]
     assert len(names) == BLOCKS
     assert released == [*names, *reversed(names)]
 
@@ -87,7 +87,7 @@ def test_a_recomputed_unit_that_no_gradient_asks_for_is_let_go(device, slots):
     expected = gradients(model, 3)
     with streamed(model, device, slots) as session:
         found = gradients(model, 3)
-        assert not any(slot.users for slot in inside(session).streamer.region.slots)
+        assert not any(slot.users for slot in inside(session).slots)
     assert all(map(torch.equal, found, expected))
 
 

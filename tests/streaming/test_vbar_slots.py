@@ -564,7 +564,7 @@ def test_auto_follows_memory_by_the_watermark_alone(card):
     with carom.stream(net, device=device, vram="auto", granularity="layer", pool="aimdo") as session:
         for _ in range(12):
             assert torch.equal(run(net), expected)
-        placement = inside(session).placement
+        arrangement = inside(session).arrangement
         grown = len(session.plan.resident)
         device.ledger.others = int(1.5 * WHOLE)
         squeeze(driver, 0)
@@ -572,7 +572,7 @@ def test_auto_follows_memory_by_the_watermark_alone(card):
             assert torch.equal(run(net), expected)
             assert device.ledger.allocated + device.ledger.others <= device.memory_bytes
         assert len(session.plan.resident) < grown
-        assert inside(session).placement is placement
+        assert inside(session).arrangement is arrangement
         device.ledger.others = 0
         for _ in range(60):
             assert torch.equal(run(net), expected)

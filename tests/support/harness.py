@@ -78,7 +78,7 @@ def streamed(model: nn.Module, device: Any, vram: int, **settings: Any) -> Itera
     """Provide a session that must stream some weights and must close cleanly."""
     session = carom.stream(model, device=device, vram=vram, **settings)
     try:
-        assert inside(session).placement.streamed, "nothing streams: the test would show nothing"
+        assert inside(session).streamed, "nothing streams: the test would show nothing"
         yield session
     finally:
         session.close()

@@ -457,7 +457,7 @@ def test_a_packed_file_streams_the_values_it_stands_for(options, ram, device, tm
     expected = infer(model.to(where), Case, where)
     empty = stack(meta=True).eval()
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=ram) as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         assert_same(expected, infer(empty, Case, where))
         name = "blocks.2.up.weight"
         assert torch.equal(session.read(name), model.state_dict()[name].cpu())
@@ -487,7 +487,7 @@ def test_lora_trains_on_a_packed_file_as_on_the_loaded_model(checkpoint, device,
     expected = run(model.to(where))
     empty = stack(checkpoint, meta=True)
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=300 << 10) as session:
-        assert inside(session).placement.streamed
+        assert inside(session).streamed
         assert_same(expected, run(empty))
 
 

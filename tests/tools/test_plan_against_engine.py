@@ -39,7 +39,7 @@ def test_ram_and_drive_hold_what_a_session_holds_there(tmp_path, monkeypatch, sh
         for _ in range(20):
             empty(x)
         read = drive.fresh() / 20
-        streamed = sum(unit.wire_bytes for unit in inside(session).placement.streamed)
+        streamed = sum(unit.wire_bytes for unit in inside(session).streamed)
         report = session.report()
     card = replace(presets.CARDS["h200"])
     placement = Placement((20 - streamed // BLOCK,), nbytes - streamed, 2 * BLOCK, streamed, 0)
