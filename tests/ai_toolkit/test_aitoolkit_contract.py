@@ -430,7 +430,7 @@ def test_8_custom_quantised_layers_stream_their_buffers_exactly(on, job, device,
             grads.append([x.grad, text.grad])
         assert_same(*grads)
     streamed = inside(model._memory_manager.session).streamed
-    assert any(entry.name.endswith("codes") for unit in streamed for entry in unit.unit.entries)
+    assert any(name.endswith("codes") for unit in streamed for name in unit.weights)
 
 
 @each(device=["simulated-random", "cpu", "simulated-late"], checkpointing=[True, False])

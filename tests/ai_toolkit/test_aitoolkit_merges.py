@@ -27,6 +27,7 @@ from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.options import Policy
 from tests_harness import SIMULATED
 from tests_inside import inside
+from tests_limits import pack_small_weights
 
 CPU = torch.device("cpu")
 CORE = str(Path(codec_package.__file__).parent.parent)
@@ -34,7 +35,7 @@ CORE = str(Path(codec_package.__file__).parent.parent)
 
 @pytest.fixture(autouse=True)
 def toolkit(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1024)  # the stand-in's weights are small
+    pack_small_weights(monkeypatch, 1024, ratio=None)  # the stand-in's weights are small
     with standin.installed():
         yield
     gc.collect()

@@ -16,6 +16,7 @@ from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.options import Policy
 from tests_harness import DEVICES, assert_same
 from tests_inside import inside
+from tests_limits import pack_small_weights
 from tests_pairwise import each
 from torch import nn
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def toolkit(monkeypatch):
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1024)  # the stand-in's weights are small
+    pack_small_weights(monkeypatch, 1024, ratio=None)  # the stand-in's weights are small
     with standin.installed():
         yield
     gc.collect()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from carom.core.budget.priority import LEAD, PriorityOrder
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_models import Chain as Net
 
 KB = 1024
@@ -165,9 +166,7 @@ def test_two_models_that_alternate_copy_little_more_than_the_best_fixed_split(mo
 
 def test_no_step_reloads_what_it_evicted(monkeypatch):
     """Two models alternate where both do not fit: a unit crosses once a forward, and a new layout loads only what was not there."""
-    monkeypatch.setattr(
-        "carom.core.placement.residents.SMALL_UNIT", 1
-    )  # units lie apart on the device, as those of real models do
+    units_apart_from(monkeypatch)  # units lie apart on the device, as those of real models do
     a, b = Net(), Net(depth=6, seed=1)
     device = carom.SimulatedDevice(memory_bytes=int(1.3 * size(a)))
     crossed: list[int] = []

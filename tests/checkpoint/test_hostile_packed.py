@@ -22,7 +22,6 @@ from carom.core.common.errors import WeightsError
 from carom.core.device.simulated import SimulatedDevice
 from carom.core.host.blob_checksums import Blob, BlobChecks
 from carom.core.host.cache_pieces import cut
-from carom.core.placement import residents
 from carom.tools.pack.writer import pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tests_harness import assert_same
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 GUARD = 4096
@@ -204,7 +204,7 @@ ALL = sum(p.nbytes for p in model(meta=True).parameters())
 @pytest.mark.parametrize("kept", [False, True], ids=["streams", "stays"])
 @pytest.mark.parametrize("ram", [ALL, 64 << 10], ids=["all of it", "little"])
 def test_a_session_names_the_tensor_and_the_rest_of_the_file_is_right(tmp_path, monkeypatch, how, kept, ram):
-    monkeypatch.setattr(residents, "SMALL_UNIT", 1 << 10)  # units of this size come one by one
+    units_apart_from(monkeypatch, 1 << 10)  # units of this size come one by one
     options: Any = {"device": SimulatedDevice(timing="random"), "vram": ALL * 4 // 5, "ram": ram}
     with carom.stream(model(meta=True), weights=packed_file(tmp_path), **options) as session:
         stay = {resident.entry.name for resident in inside(session).placement.tier._residents._residents}

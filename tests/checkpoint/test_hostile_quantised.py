@@ -22,7 +22,6 @@ from carom.core.codec.blob_metadata import METADATA_KEY
 from carom.core.codec.unit_decoder import KbitEntry, UnitDecoder
 from carom.core.common.errors import CaromError, WeightsError
 from carom.core.device.simulated import SimulatedDevice
-from carom.core.placement import residents
 from carom.tools.pack.writer import pack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -30,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tests_harness import assert_same
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 GUARD = 4096
@@ -201,7 +201,7 @@ def names_by_place(folder: Path, kept: bool, options: dict[str, Any]) -> list[st
 @pytest.mark.parametrize("how", [*HOSTILE, "no checksum", "a checksum of 80 bits"])
 @pytest.mark.parametrize("kept", [False, True], ids=["streams", "stays"])
 def test_a_session_names_the_tensor_and_the_rest_of_the_file_is_right(tmp_path, monkeypatch, how, kept):
-    monkeypatch.setattr(residents, "SMALL_UNIT", 1 << 10)  # units of this size come one by one
+    units_apart_from(monkeypatch, 1 << 10)  # units of this size come one by one
     options: Any = {"device": SimulatedDevice(timing="random"), "vram": ALL * 4 // 5, "ram": 64 << 10}
     other, *_, name = names_by_place(tmp_path, kept, options)
     if how in HOSTILE:

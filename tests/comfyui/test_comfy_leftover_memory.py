@@ -12,7 +12,6 @@ import torch
 from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
 from carom.core.host.arena import HostArena
-from carom.core.placement import residents as residents_module
 from carom.core.session import rule_planner
 from carom.core.session.layout_manager import LayoutManager
 from carom.core.session.policies import raise_budget
@@ -23,6 +22,7 @@ from carom.nodes.patcher import wear
 from carom.nodes.streaming import streaming_of
 from tests_comfy_stand_in import installed
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_uneven import Block
 from torch import nn
 
@@ -349,7 +349,7 @@ def test_a_suspended_model_whose_budget_grows_keeps_all_residents_that_it_had(co
 
 
 def test_the_memory_into_which_a_model_makes_way_is_pinned_while_it_samples(comfy, monkeypatch):
-    monkeypatch.setattr(residents_module, "SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     card = Card(monkeypatch, comfy)
     expected = card.run()
     spares = inside(card.carom.session).manager.host.spares

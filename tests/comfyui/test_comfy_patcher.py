@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from tests_comfy_server import PATHS, PYTHON, REASON
 from tests_comfy_stand_in import installed
 from tests_inside import inside
+from tests_limits import pack_small_weights, units_apart_from
 from torch import nn
 
 REAL = os.environ.get("CAROM_TEST_REAL_COMFYUI", "")
@@ -310,9 +311,7 @@ def test_vram_is_given_back_when_asked_for(comfy):
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_models_that_take_turns_are_copied_on_the_host_once(comfy, monkeypatch, codec):
-    monkeypatch.setattr(
-        "carom.core.placement.residents.SMALL_UNIT", 1
-    )  # units lie apart, as those of real models do
+    units_apart_from(monkeypatch)  # units lie apart, as those of real models do
     allocate, made = arena.HostArena.allocate, []
     monkeypatch.setattr(arena.HostArena, "allocate", lambda self, n: (made.append(n), allocate(self, n))[1])
     patchers = [
@@ -807,8 +806,7 @@ def host_memory() -> list[Any]:
 @pytest.mark.parametrize("kind", [Model, TextEncoder, Diffusion, "Scaled", "Dressed"])
 def test_a_dropped_model_is_freed_at_once_with_its_ram(comfy, monkeypatch, kind, state, codec):
     """Diffusion models are entered by their network's forward, text encoders by a method, ControlNets by their own."""
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
-    monkeypatch.setattr("carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0)
+    pack_small_weights(monkeypatch, 1, ratio=2.0)
     if isinstance(kind, str):
         model = wrapped_model(comfy, {"Scaled": Scaled, "Dressed": Dressed}[kind])
     else:
@@ -1008,8 +1006,7 @@ def test_budgets_shrink_when_they_must_and_grow_when_it_pays(now, held, streamed
 def test_settings_that_change_over_a_cached_model_take_effect(
     comfy, monkeypatch, tmp_path, changed, unloaded
 ):
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
-    monkeypatch.setattr("carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0)
+    pack_small_weights(monkeypatch, 1, ratio=2.0)
     monkeypatch.setattr(nodes_host, "spill_folder", lambda nbytes: str(tmp_path))
     usual = Settings("stream", LIMIT, codec="raw")
     plain = comfy.ModelPatcher(filled(Model(comfy.Linear)), load_device=CPU, offload_device=CPU)
@@ -1457,10 +1454,7 @@ def test_words_come_while_it_runs_not_too_often(comfy, monkeypatch):
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_packed_weights_take_patches_and_survive_unloading(comfy, monkeypatch, codec):
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
-    monkeypatch.setattr(
-        "carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0
-    )  # this small nothing gains
+    pack_small_weights(monkeypatch, 1, ratio=2.0)
     patcher = make(comfy, LIMIT, codec=codec)
     assert torch.equal(run(patcher), plain_result(comfy))
     copy = patcher.clone()
@@ -1482,8 +1476,7 @@ def test_packed_weights_take_patches_and_survive_unloading(comfy, monkeypatch, c
 def test_a_streaming_model_is_saved_with_the_values_and_patches_of_comfyuis_own(
     comfy, monkeypatch, tmp_path, codec, patched
 ):
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
-    monkeypatch.setattr("carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0)
+    pack_small_weights(monkeypatch, 1, ratio=2.0)
     read, value = [], PackedTensor.value
     monkeypatch.setattr(PackedTensor, "value", lambda self, *a: (read.append(self), value(self, *a))[1])
     saved = []
@@ -1504,8 +1497,7 @@ def test_a_streaming_model_is_saved_with_the_values_and_patches_of_comfyuis_own(
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_who_takes_the_model_over_finds_weights_of_its_own_kind(comfy, sessions, monkeypatch, codec):
     """ComfyUI lets go of a clone's weights without unloading them when another clone of the model comes."""
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
-    monkeypatch.setattr("carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0)
+    pack_small_weights(monkeypatch, 1, ratio=2.0)
     patcher = make(comfy, LIMIT, codec=codec)
     mine, stock = patcher.clone(), strip(patcher.clone())
     reference = run(patcher)

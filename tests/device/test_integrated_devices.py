@@ -17,12 +17,12 @@ from carom.core.device import stream_engine
 from carom.core.device.simulated import SimulatedDevice, SimulatedEngine
 from carom.core.device.stream_engine import StreamEngine
 from carom.core.host.probe import HostMemory, host_memory
-from carom.core.placement import residents as on_device
 from carom.core.session import settings
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 # -- the rules
@@ -210,7 +210,7 @@ def test_pinned_memory_counts_against_the_same_budget(integrated):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_no_host_copy_is_kept_of_what_became_resident(monkeypatch, shared):
-    monkeypatch.setattr(on_device, "SMALL_UNIT", 1)  # only large units leave copies
+    units_apart_from(monkeypatch)  # only large units leave copies
     model = net()
     with torch.no_grad():
         expected = model(X)

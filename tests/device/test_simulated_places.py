@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from carom.core.device.simulated import SimulatedEngine, SimulatedPlaceError
 from carom.core.host.arena import HostArena
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 CASE = models.CASES["stack"]
@@ -48,7 +49,7 @@ def on_device(device: carom.SimulatedDevice, net: nn.Module) -> list[str]:
 @pytest.fixture
 def large(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
 
 
 # -- the device by itself

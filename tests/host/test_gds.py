@@ -17,6 +17,7 @@ import pytest
 import torch
 from carom.core.host import gds
 from tests_disk_harness import uniform
+from tests_limits import units_apart_from
 
 
 class StandIn:
@@ -91,7 +92,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(gds, "NVIDIA_FS", str(stats))
     monkeypatch.setattr(gds, "DEVICES", ("cpu",))
     monkeypatch.setattr(gds, "_MEASURED_GAIN", {})
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1024)
+    units_apart_from(monkeypatch, 1024)
     return stats
 
 

@@ -11,6 +11,7 @@ from carom.core.device.simulated import SimulatedEngine
 from carom.core.host.arena import Pinner
 from carom.core.session.policies import host_memory
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_models import WIDE, WideModel, wide_inputs
 from torch import nn
 
@@ -137,7 +138,7 @@ def test_copies_of_residents_are_no_longer_pinned_where_host_memory_is_short(mon
     monkeypatch.setattr("carom.core.session.policies.host_memory._STEPS", 0)
     monkeypatch.setattr(host_memory.probe, "host_memory", lambda: free)
     monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: 16 * BLOCK)
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     model, twin = pair()
     with stream(model, codec="raw") as session:
         assert same(model, twin)

@@ -7,8 +7,8 @@ import ctypes
 import carom
 import pytest
 import torch
-from carom.core.placement import packed_tensor, packer
 from safetensors.torch import save_file
+from tests_limits import pack_small_weights
 from torch import nn
 
 WIDTH, DEPTH = 64, 12
@@ -19,8 +19,7 @@ WAYS = ("lossless", "file", "spilled")
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Small tensors pack too."""
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
 
 
 def bytes_at(address: int, like: torch.Tensor) -> torch.Tensor:

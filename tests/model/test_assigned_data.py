@@ -5,7 +5,7 @@ from __future__ import annotations
 import carom
 import pytest
 import torch
-from carom.core.placement import packed_tensor, packer
+from tests_limits import pack_small_weights
 from torch import nn
 
 WIDTH = 32
@@ -146,8 +146,7 @@ def test_what_cannot_be_assigned_is_refused(monkeypatch):
     session = carom.stream(model, device="cpu", vram=3 * WIDTH * WIDTH * 4, codec="raw")
     with session, pytest.raises(carom.UnsupportedError, match=r"0\.weight\.data .*contiguous"):
         model[0].weight.data = torch.zeros(1).expand(WIDTH, WIDTH)
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
     model = layers(depth=12)
     with carom.stream(model, device="cpu", vram="48KiB", codec="lossless", granularity="layer") as session:
         assert session.report().packed_units

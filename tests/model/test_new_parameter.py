@@ -6,8 +6,8 @@ import carom
 import pytest
 import torch
 from carom.core.model.new_parameter import without_values
-from carom.core.placement import packed_tensor, packer
 from safetensors.torch import save_file
+from tests_limits import pack_small_weights
 from torch import nn
 
 WIDTH = 64
@@ -19,8 +19,7 @@ devices = pytest.mark.parametrize("device", ["cpu", carom.SimulatedDevice(seed=2
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Small tensors pack too."""
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
 
 
 class Named(nn.Parameter):

@@ -24,7 +24,6 @@ from carom.core.common.errors import WeightsError
 from carom.core.device.simulated import SimulatedDevice
 from carom.core.host.blob_checksums import Blob, BlobChecks
 from carom.core.host.cache_pieces import cut
-from carom.core.placement import residents
 from carom.tools.pack.writer import pack
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +31,7 @@ from safetensors.torch import save_file
 from tests_disk_harness import NativeFile, within_ram
 from tests_harness import SIMULATED, assert_same, infer, on_simulated_devices, train
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_pairwise import each
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -415,7 +415,7 @@ MOST = sum(p.nbytes for p in stack(meta=True, depth=8).parameters()) * 4 // 5
 @pytest.fixture
 def apart(monkeypatch):
     """Units of this size come to the device one by one, as large ones do."""
-    monkeypatch.setattr(residents, "SMALL_UNIT", 512 << 10)
+    units_apart_from(monkeypatch, 512 << 10)
 
 
 def resident_names(session: Any) -> list[str]:

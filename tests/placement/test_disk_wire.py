@@ -30,7 +30,6 @@ from carom.core.device.simulated import SimulatedDevice, SimulatedEngine
 from carom.core.device.staging import Staging
 from carom.core.host.blob_checksums import Blob, BlobChecks
 from carom.core.host.cache_pieces import cut
-from carom.core.placement import residents
 from carom.core.streaming.streamer import Streamer
 from carom.tools.pack.writer import pack
 from hypothesis import given
@@ -39,6 +38,7 @@ from safetensors.torch import save_file
 from tests_disk_harness import NativeFile, within_ram
 from tests_harness import SIMULATED, assert_same, infer, on_simulated_devices, train
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_pairwise import each
 from torch import nn
 
@@ -245,7 +245,7 @@ def test_budgets_change_between_steps_and_bounds_hold(tmp_path):
 @pytest.fixture
 def apart(monkeypatch):
     """Units of this size come to the device one by one, as large ones do."""
-    monkeypatch.setattr(residents, "SMALL_UNIT", 512 << 10)
+    units_apart_from(monkeypatch, 512 << 10)
 
 
 def reads_wrong(monkeypatch: Any, at: int, turns: Callable[[int], bool]) -> list[int]:

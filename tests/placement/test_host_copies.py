@@ -13,7 +13,6 @@ from carom.core.host import arena
 from carom.core.host.arena import HostArena
 from carom.core.model.units import carve
 from carom.core.placement import block_fill, placement
-from carom.core.placement import residents as on_device
 from carom.core.placement.host_copies import fingerprint
 from carom.core.placement.host_store import HostStore
 from carom.core.placement.pinned_tier import PinnedTier
@@ -21,6 +20,7 @@ from carom.core.placement.resident_placer import ResidentPlacer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_residual import Residual as Net
 from tests_residual import size
 from torch import nn
@@ -55,7 +55,7 @@ class Count:
 @pytest.fixture
 def count(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr(on_device, "SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     counted = Count()
     allocate, pin, settled = arena.HostArena.allocate, arena.HostArena.pin, placement.Placement.settled
 
@@ -253,7 +253,7 @@ def test_a_failure_on_the_way_leaves_the_values(codec, monkeypatch):
 
 def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
     """What stays and what streams, in one go: a mapped file is read from the front to the back."""
-    monkeypatch.setattr(on_device, "SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     net = Net()
     whole = torch.empty(size(net) // 2, dtype=torch.bfloat16)
     at, places = 0, {}

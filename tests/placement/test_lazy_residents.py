@@ -17,6 +17,7 @@ from carom.tools.pack.writer import pack
 from tests_disk_harness import Faults, on_meta, save, some_vram, uniform, within_ram
 from tests_harness import on_some_devices, place
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 CASES = models.CASES
@@ -26,7 +27,7 @@ BLOCK = 32768  # bytes of a block of `uniform`
 @pytest.fixture(autouse=True)
 def units_of_any_size_have_memory_of_their_own(monkeypatch):
     """As the units of real models have: small ones lie together, and come together."""
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1024)
+    units_apart_from(monkeypatch, 1024)
 
 
 class Gate:

@@ -18,12 +18,13 @@ from carom.core.common.errors import UnsupportedError
 from carom.core.device.make_engine import make_engine
 from carom.core.device.simulated import SimulatedRaceError
 from carom.core.device.staging import Staging
-from carom.core.placement import packed_tensor, packed_tier
+from carom.core.placement import packed_tier
 from carom.core.placement import packer as packing
 from carom.core.placement.decoder_check import DecoderCheck
 from carom.core.session import settings
 from tests_harness import EVERYWHERE, SIMULATED, assert_same, infer, on_some_devices, place, train
 from tests_inside import inside
+from tests_limits import pack_small_weights
 from tests_models import WIDE, WideBlock, WideModel
 from tests_models import wide_inputs as inputs
 from tests_pairwise import each, pairwise
@@ -33,8 +34,7 @@ from torch import nn
 @pytest.fixture
 def small(monkeypatch):
     """Also the tests' small tensors pack, gain or not."""
-    monkeypatch.setattr(packing, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
 
 
 def model_and_copy(**kinds: Any) -> tuple[WideModel, WideModel]:

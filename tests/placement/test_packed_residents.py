@@ -16,7 +16,7 @@ import tests_models as models
 import torch
 from carom.core.codec.unit_decoder import RawEntry
 from carom.core.device.simulated import SimulatedRaceError
-from carom.core.placement import packed_residents, packed_tensor, packer
+from carom.core.placement import packed_residents
 from carom.core.plan.predict import Link, PackedTransfer, Workload, predict
 from carom.core.plan.residency import (
     UnitSize,
@@ -34,6 +34,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests_harness import SIMULATED, assert_same, infer, train
 from tests_inside import inside
+from tests_limits import pack_small_weights
 from tests_models import WIDE, WideModel
 from tests_models import wide_inputs as inputs
 from tests_pairwise import each
@@ -139,8 +140,7 @@ def test_what_lies_beside_packed_weights_is_renewed_when_they_are_unpacked(devic
 
 @each(name=["stack", "heterogeneous", "tied", "attention"], device=DEVICES)
 def test_inference_and_training_are_exact(name, device, monkeypatch, known):
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
     monkeypatch.setattr(packed_residents, "wire_bytes", lambda unit, *rest: unit.nbytes)
     case = models.CASES[name]
     where = torch.device("cpu")

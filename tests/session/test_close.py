@@ -9,10 +9,10 @@ from typing import Any
 import carom
 import pytest
 import torch
-from carom.core.placement import packed_tensor, packer
 from safetensors.torch import save_file
 from tests_inside import inside
 from tests_interrupts import Interrupts
+from tests_limits import pack_small_weights
 from torch import nn
 
 WIDTH = 128
@@ -29,8 +29,7 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_tensors_pack(monkeypatch):
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
 
 
 def make(trains: bool = False, dtype: torch.dtype = torch.float32) -> nn.Sequential:

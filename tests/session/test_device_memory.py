@@ -15,6 +15,7 @@ from carom.core.streaming.pass_retry import PassSnapshot, sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_residual import Residual, size
 from torch import nn
 
@@ -271,7 +272,7 @@ def residents(session):
 @pytest.fixture
 def own_memory(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
 
 
 @pytest.mark.usefixtures("own_memory")

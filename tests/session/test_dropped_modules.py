@@ -13,11 +13,11 @@ import carom
 import pytest
 import torch
 from carom.core.host.arena import Block as HostBlock
-from carom.core.placement import packed_tensor, packer
 from carom.core.placement.packed_tensor import PackedTensor
 from safetensors.torch import save_file
 from tests_harness import least_vram
 from tests_inside import inside
+from tests_limits import pack_small_weights
 from torch import nn
 
 WIDTH = 64
@@ -55,8 +55,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Small tensors pack too."""
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
 
 
 @pytest.fixture(scope="module", autouse=True)

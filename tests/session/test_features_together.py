@@ -8,12 +8,12 @@ import torch
 from carom.core.common.sizes import MIB
 from carom.core.host.arena import HostArena
 from carom.core.placement import placement as attach
-from carom.core.placement import residents
 from carom.core.placement.host_copies import fingerprint
 from carom.core.placement.host_store import HostStore
 from carom.core.placement.pinned_tier import PinnedTier
 from carom.core.placement.residents import DeviceTensors
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 WIDTH = 192
@@ -60,7 +60,7 @@ def streamed(net, codec, share):
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr(residents, "SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
 
 
 def differs(before, change):

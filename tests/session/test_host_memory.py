@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests_inside import inside
+from tests_limits import pack_small_weights, units_apart_from
 from torch import nn
 
 GB = 10**9
@@ -259,7 +260,7 @@ def test_copies_of_what_is_resident_go_and_what_streams_stays_pinned(monkeypatch
     net, size = Net(), 12 * UNIT
     expected = run(net)
     monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     memory.keep, memory.free = 4 * UNIT, 8 * UNIT
     with carom.stream(
         net, device=carom.SimulatedDevice(timing="random"), vram=3 * UNIT, granularity="layer"
@@ -285,7 +286,7 @@ def test_a_packed_copy_beside_plain_weights_goes(monkeypatch, memory):
     with torch.no_grad():
         expected = net(x)
     monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1024)
+    pack_small_weights(monkeypatch, 1024, ratio=None)
     memory.keep, memory.free = 4 * UNIT, 8 * UNIT
     with torch.no_grad(), carom.stream(
         net, device=carom.SimulatedDevice(), vram=3 * UNIT, codec="lossless", host="raw"

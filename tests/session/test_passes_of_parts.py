@@ -9,6 +9,7 @@ import pytest
 import torch
 from carom.core.common.sizes import MIB
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 
@@ -129,7 +130,7 @@ def test_a_budget_that_follows_memory_follows_it_at_calls_of_methods(nested):
 
 
 def test_a_part_that_ran_out_of_memory_runs_again_with_fewer_weights_on_the_device(monkeypatch):
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     vae = Vae(nested=True)
     expected = through(vae)
     with torch.no_grad(), auto(vae, 1.1) as session:

@@ -16,11 +16,12 @@ from carom.core.common.errors import BudgetError, UnsupportedError, WeightsError
 from carom.core.device.peer_link import PeerLink
 from carom.core.device.simulated import SimulatedRaceError
 from carom.core.device.simulated_links import SimulatedHost
-from carom.core.placement import packed_residents, packed_tensor, packer
+from carom.core.placement import packed_residents
 from carom.core.placement.peer_memory import PeerCopy
 from carom.core.session.planner import Planner
 from carom.tools.pack.writer import pack
 from tests_inside import inside
+from tests_limits import pack_small_weights
 from tests_models import WideModel, wide_inputs
 from torch import nn
 
@@ -94,8 +95,7 @@ def stream(model, device, peers, **settings):
 @pytest.fixture
 def small(monkeypatch):
     """Lets the tests' small tensors be packed."""
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
 
 
 def engines(session):

@@ -18,6 +18,7 @@ from carom.core.session.phase import Phase
 from carom.core.session.policies import host_memory as follow_ram
 from safetensors.torch import save_file
 from tests_inside import inside
+from tests_limits import pack_small_weights
 from tests_pairwise import pairwise
 from torch import nn
 
@@ -174,7 +175,7 @@ class Case:
 def test_a_layout_that_fails_anywhere_leaves_a_session_that_goes_on(
     tmp_path, monkeypatch, fault, state, action
 ):
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 256)
+    pack_small_weights(monkeypatch, 256, ratio=None)
     owner, name, kind, _ = FAULTS[fault]
     for call in range(200):
         case = Case(state, carom.SimulatedDevice(memory_bytes=4 * size(Net())), tmp_path)
@@ -210,7 +211,7 @@ def host_memory(monkeypatch):
     monkeypatch.setattr(follow_ram, "_SECONDS", 0.0)
     monkeypatch.setattr("carom.core.session.policies.host_memory._STEPS", 0)
     monkeypatch.setattr(follow_ram.probe, "host_memory", lambda: found)
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 256)
+    pack_small_weights(monkeypatch, 256, ratio=None)
     return found
 
 

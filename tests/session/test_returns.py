@@ -16,6 +16,7 @@ from carom.core.placement import host_copies, packer, placement
 from carom.core.placement.packed_tensor import PackedTensor
 from carom.core.session import rule_planner
 from tests_inside import inside
+from tests_limits import units_apart_from
 from tests_residual import Residual as Net
 from tests_residual import size
 from torch import nn
@@ -148,7 +149,7 @@ def resident_bytes(session):
 @pytest.fixture(params=[1, 8 << 20], ids=["apart", "small"])
 def small_unit(request, monkeypatch):
     """Whether each resident unit has a buffer of its own, or all share one."""
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", request.param)
+    units_apart_from(monkeypatch, request.param)
     return request.param
 
 
@@ -191,7 +192,7 @@ def test_a_clean_park_copies_nothing_and_a_return_copies_each_unit_once(
 def test_what_streamed_before_it_became_resident_is_put_aside_and_returns_from_the_block_it_streamed_from(
     crossings, codec, monkeypatch
 ):
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     net = Net()
     expected = run(net)
     with streamed(net, 0.5, codec) as session:
@@ -216,7 +217,7 @@ def test_what_streamed_before_it_became_resident_is_put_aside_and_returns_from_t
 def test_a_larger_budget_keeps_all_residents_and_copies_those_that_come_and_no_other(
     crossings, codec, parked, monkeypatch
 ):
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     net = Net(8)
     expected = run(net)
     with streamed(net, 0.5, codec) as session:
@@ -295,7 +296,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_the_proof_that_a_resident_did_not_change_takes_few_operators_whatever_its_tensors(monkeypatch):
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     counted = []
     fingerprint = host_copies.fingerprint
 

@@ -10,6 +10,7 @@ import torch
 from carom.core.device.simulated import SimulatedEngine
 from carom.core.host.arena import HostArena
 from carom.core.placement import residents
+from tests_limits import units_apart_from
 from torch import nn
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,7 +67,7 @@ def test_a_parked_session_leaves_the_device_to_others(trims, keep):
 
 
 def test_a_parking_that_failed_on_the_host_brings_back_true_values(monkeypatch):
-    monkeypatch.setattr(residents, "SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     model, twin = Model(), Model()
     with stream(model, 0.8) as session:  # several units stay, and are copied to the host
         run(model)
@@ -92,7 +93,7 @@ def test_a_parking_that_failed_on_the_host_brings_back_true_values(monkeypatch):
 
 
 def test_weights_of_a_layout_that_failed_are_whole_and_on_the_host(monkeypatch):
-    monkeypatch.setattr(residents, "SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     model, twin = Model(), Model()
     device = carom.SimulatedDevice(timing="late")
     session = carom.stream(model, device=device, vram=int(4.8 * BLOCK))

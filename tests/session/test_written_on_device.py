@@ -7,6 +7,7 @@ import pytest
 import torch
 from carom.core.model import managed_tensor
 from tests_inside import inside
+from tests_limits import pack_small_weights
 from torch import nn
 
 THERE = torch.device("cuda", 0)
@@ -30,7 +31,7 @@ class Elsewhere:
 @pytest.fixture(params=["raw", "lossless"])
 def streamed(request, monkeypatch):
     """A model that streams, its session, and a way to take every operator's other arguments for the device's."""
-    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1024)
+    pack_small_weights(monkeypatch, 1024, ratio=None)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).requires_grad_(False)
     with carom.stream(model, device="cpu", vram=250_000, granularity="layer", codec=request.param) as session:

@@ -12,10 +12,10 @@ from typing import Any
 import carom
 import pytest
 import torch
-from carom.core.placement import packed_tensor, packer
 from safetensors.torch import save_file
 from tests_inside import inside
 from tests_interrupts import Interrupts
+from tests_limits import pack_small_weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -127,8 +127,7 @@ def no_hooks() -> bool:
 
 @pytest.fixture(autouse=True)
 def small_tensors_pack(monkeypatch):
-    monkeypatch.setattr(packer, "LEAST", 256)
-    monkeypatch.setattr(packed_tensor, "MAX_PACKED_RATIO", 4.0)
+    pack_small_weights(monkeypatch)
 
 
 def interrupt_steps(kind: Kind, folder: Path, times: int) -> None:

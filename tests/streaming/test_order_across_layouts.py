@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 from carom.core.plan.learnt_order import LearntOrder
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 WIDTH, DEPTH = 160, 6
@@ -62,7 +63,7 @@ def most(session) -> int:
 
 @pytest.fixture(autouse=True)
 def every_unit_alone(monkeypatch):
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     monkeypatch.setattr("carom.core.session.rule_planner.SMALL_UNIT", 1)
 
 

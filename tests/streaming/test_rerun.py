@@ -13,6 +13,7 @@ import torch
 from carom.core.common.sizes import MIB
 from carom.core.model.interpose import Wrapped
 from tests_inside import inside
+from tests_limits import units_apart_from
 from torch import nn
 
 
@@ -41,7 +42,7 @@ TROUBLE = Trouble()
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    units_apart_from(monkeypatch)
     TROUBLE.__init__()
 
 
