@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..common.errors import CaromError, UnsupportedError
 from ..common.run_all import run_all
 from ..device.engine import Engine
+from ..device.slot_wait import SlotWaiters
 from ..device.staging import Staging
 from ..host.arena import Block, HostArena
 from ..metrics.meter import Meter
@@ -40,7 +41,6 @@ from .forward import Runs, restore_weight_lists
 from .gradients import GradientBuffers
 from .host_mapped_slots import HostMappedSlots, no_room
 from .prefetch import Prefetcher, fetch_order
-from .slot_wait import SlotWaiters
 from .unit import StreamedUnit, Views, make_views
 
 if TYPE_CHECKING:

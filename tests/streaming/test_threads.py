@@ -349,9 +349,9 @@ def test_a_session_that_closes_while_a_thread_waits_for_a_slot_tells_it(device):
         thread = threading.Thread(target=sample, daemon=True)
         thread.start()
         limit = time.monotonic() + 20
-        while not inner.slot_waiters._sleeping and time.monotonic() < limit:
+        while not inner.slot_waiters.asleep and time.monotonic() < limit:
             time.sleep(0.001)
-        assert inner.slot_waiters._sleeping
+        assert inner.slot_waiters.asleep
         live.close()
         for slot in slots:  # what that thread waited for
             inner.release(slot)

@@ -20,12 +20,15 @@ class Interrupts:
     Lines that begin with ``with`` or ``try:`` are left out: Python handles no signal there, and does not run the enclosing
     handlers for an error that a trace function raises there. override_queries.py is left out too: torch's argument
     parser calls it, and turns an error in there into a failed assertion of its own.
+    ``files``: the parts of ``core`` whose lines count, as the begins of their paths; by default all.
     ``count``: number of lines so far.
-    ``place``: where the interrupt came; "" if it did not come.
+    ``place``: where the interrupt came; "" if it did not come. ``places``: the lines so far.
     """
 
-    def __init__(self, at: int = 0) -> None:
+    def __init__(self, at: int = 0, files: tuple[str, ...] = ("",)) -> None:
         self.at, self.count, self.place = at, 0, ""
+        self.places: list[str] = []
+        self._paths = tuple(str(Path(CORE) / file) for file in files)
         self._before: Any = None
 
     def __enter__(self) -> Interrupts:
@@ -41,14 +44,16 @@ class Interrupts:
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
         path = frame.f_code.co_filename
-        counts = path.startswith(CORE) and not path.endswith("override_queries.py")
+        counts = path.startswith(self._paths) and not path.endswith("override_queries.py")
         return self._line if counts and not self.place else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         path, line = frame.f_code.co_filename, frame.f_lineno
         if event == "line" and not linecache.getline(path, line).strip().startswith(("with ", "try:")):
             self.count += 1
+            place = f"{path[len(CORE) + 1 :]}:{line}"
+            self.places.append(place)
             if self.count == self.at:
-                self.place = f"{path[len(CORE) + 1 :]}:{line}"
+                self.place = place
                 raise KeyboardInterrupt
         return self._line

@@ -1,5 +1,5 @@
-"""Defines `SlotWaiters`: host threads that wait, with a deadline, until another thread releases a slot
-(device memory for a streamed unit).
+"""Defines `SlotWaiters`: host threads that wait, with a deadline, until another thread no longer uses a slot
+(device memory that holds a unit, a group of weights that are copied together).
 """
 
 from __future__ import annotations
@@ -12,22 +12,30 @@ _POLL = 0.001  # seconds between checks whether other threads have dropped their
 
 
 class SlotWaiters:
-    """The threads of one streamer that wait for a slot. Must be called under the streamer's ``lock``."""
+    """The threads of one session that wait for a slot. Must be called under ``lock``, which protects the slots.
+
+    ``asleep``: ids of the threads that wait now. `Pool.leave` reads the set instead of calling a method.
+    """
 
     def __init__(self, lock: threading.RLock) -> None:
         self._freed = threading.Condition(lock)
-        self._sleeping: set[int] = set()  # ids of the waiting threads
+        self.asleep: set[int] = set()
         self._used: dict[int, int] = {}  # by waiting thread: the number of slots that the thread itself uses
 
     @property
     def sleeping(self) -> int:
         """The number of threads that wait now."""
-        return len(self._sleeping)
+        return len(self.asleep)
 
     def forget(self) -> None:
         """Forget which threads wait. Called while none does."""
-        self._sleeping.clear()
+        self.asleep.clear()
         self._used.clear()
+
+    def forget_thread(self, thread: int) -> None:
+        """Forget that ``thread`` waits, because an interrupt has ended that."""
+        self.asleep.discard(thread)
+        self._used.pop(thread, None)
 
     def new_deadline(self) -> float:
         """Return the time (`time.monotonic`, in seconds) at which a thread that begins to wait now has to
@@ -37,7 +45,7 @@ class SlotWaiters:
 
     def slot_freed(self) -> None:
         """Wake all waiting threads, because a slot was released."""
-        if self._sleeping:
+        if self.asleep:
             self._freed.notify_all()
 
     def wait_for_slot(self, mine: int, used: int, views_may_be_dropped: bool, deadline: float) -> bool:
@@ -67,7 +75,7 @@ class SlotWaiters:
         """Wait for a notification, at most ``seconds``. Returns whether there was a notification."""
         thread = threading.get_ident()
         try:
-            self._sleeping.add(thread)
+            self.asleep.add(thread)
             return self._freed.wait(seconds)
         finally:
-            self._sleeping.discard(thread)
+            self.asleep.discard(thread)

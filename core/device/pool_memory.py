@@ -1,0 +1,191 @@
+"""`PoolMemory`: the device memory of a session's units: which chunks there are, and which slots were made in them.
+
+A unit is a group of weights that cross to the device together. A slot is the range of device memory that holds a unit.
+A chunk is one allocation. The first chunk is the *region*, through which streamed units pass. Each cached unit of 10 MiB
+or more has a chunk of its own, and smaller ones share chunks: torch serves smaller allocations from segments that many
+tensors share, which could not be given back. `Pool` (pool.py) decides when memory comes and goes; nothing here reads or
+changes a slot's state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..plan.region import ALIGN
+from ..plan.residency import round_up
+from .engine import Engine
+from .places import Extent, Extents
+from .slot import NO_MEMORY, Slot, SlotUnit
+
+OWN_CHUNK = (
+    10 << 20
+)  # bytes; torch's CUDA allocator gives requests of at least this much segments of their own
+
+
+class ChunkMemory(Protocol):
+    """Where chunks come from: an `Engine` (torch's allocator) or a VBAR. A chunk ends with its last reference."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` of device memory as a uint8 tensor. Raises torch.OutOfMemoryError."""
+
+
+class Chunk:
+    """One allocation of ``nbytes``. ``extents``: which slot was copied last over which bytes.
+
+    ``slots``: all slots that were made in the chunk and are referenced still.
+    """
+
+    __slots__ = ("memory", "nbytes", "extents", "slots", "__weakref__")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.nbytes = memory.numel()
+        self.extents: Extents = ()
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+
+
+class Place(NamedTuple):
+    """An address in the pool."""
+
+    chunk: Chunk
+    offset: int
+
+
+class PoolMemory:
+    """The chunks of one pool. ``source``: where they come from.
+
+    ``chunks``: the region first, then those of cached units in the order of `reserve`. Replaced in one assignment.
+    """
+
+    def __init__(self, engine: Engine, source: ChunkMemory) -> None:
+        self._engine, self._source = engine, source
+        self.chunks: tuple[Chunk, ...] = (Chunk(NO_MEMORY),)
+        # The chunks for which `_addresses` was made, so that an interrupt cannot leave it outdated.
+        self._indexed: tuple[Chunk, ...] = ()
+        self._addresses: list[tuple[int, Chunk]] = []
+
+    @property
+    def region(self) -> Chunk:
+        """The chunk of streamed units."""
+        return self.chunks[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory in bytes, rounded up as the device's allocator does."""
+        return sum(round_up(chunk.nbytes, self._engine.grain) for chunk in self.chunks)
+
+    def slots(self) -> Iterator[Slot]:
+        """Return all slots."""
+        for chunk in self.chunks:
+            yield from list(chunk.slots)
+
+    def slot_at(self, address: int) -> Slot | None:
+        """Return the slot to which the byte at ``address`` belongs, None if no copy was issued over the byte."""
+        if self._indexed is not self.chunks:
+            self._addresses = sorted(
+                ((chunk.memory.data_ptr(), chunk) for chunk in self.chunks), key=itemgetter(0)
+            )
+            self._indexed = self.chunks
+        place = bisect_right(self._addresses, address, key=itemgetter(0)) - 1
+        if place < 0:
+            return None
+        low, chunk = self._addresses[place]
+        extents, offset = chunk.extents, address - low
+        place = bisect_right(extents, offset, key=itemgetter(0)) - 1
+        return extents[place].slot if place >= 0 and offset < extents[place].end else None
+
+    def make_slot(self, unit: SlotUnit, chunk: Chunk, offset: int) -> Slot:
+        """Return a new slot for ``unit`` at ``offset`` in ``chunk``. It lies there only after `Pool.issue`."""
+        with torch.inference_mode(False), torch.no_grad():
+            slot = Slot(unit, chunk, offset, self._engine.alias(chunk.memory, offset, unit.nbytes))
+        chunk.slots.add(slot)
+        return slot
+
+    def slot_for(self, unit: SlotUnit, place: Place, last: Slot | None) -> Slot:
+        """Return ``last`` if it is the unit's slot at ``place``, else a new slot."""
+        if last is not None and not last.gone and (last.chunk, last.offset) == place:
+            return last
+        return self.make_slot(unit, *place)
+
+    def reserve(self, units: Sequence[SlotUnit]) -> list[Slot]:
+        """Allocate memory for ``units``, which are to be cached, and return their slots. The last are given up first.
+
+        All memory is allocated or none. Raises torch.OutOfMemoryError. Must be called outside passes.
+        """
+        found: list[Slot] = []
+        chunks: list[Chunk] = []
+        try:
+            for group in _groups(units):
+                chunk, offset = self._new_chunk(sum(round_up(unit.nbytes, ALIGN) for unit in group)), 0
+                chunks.append(chunk)
+                for unit in group:
+                    slot = self.make_slot(unit, chunk, offset)
+                    chunk.extents += (Extent(offset, slot.end, slot),)
+                    found.append(slot)
+                    offset += round_up(unit.nbytes, ALIGN)
+        except BaseException:
+            self.give_back(chunks)  # the error's traceback refers to them
+            raise
+        self._engine.synchronize()  # P7
+        self.chunks = (*self.chunks, *chunks)
+        return found
+
+    def add_chunk(self, nbytes: int) -> None:
+        """Allocate a chunk of ``nbytes`` beside those of cached units. Waits for the device."""
+        chunk = self._new_chunk(nbytes)
+        self._engine.synchronize()  # P7
+        self.chunks = (*self.chunks, chunk)
+
+    def set_region(self, nbytes: int) -> None:
+        """Give the region back and allocate one of ``nbytes``. Waits for the device. Raises torch.OutOfMemoryError.
+
+        After an error there is a region of 0 bytes.
+        """
+        self.give_back((self.region,))
+        if nbytes:
+            region = self._new_chunk(nbytes)
+            self._engine.synchronize()  # P7
+            self.chunks = (region, *self.chunks[1:])
+
+    def give_back(self, chunks: Sequence[Chunk]) -> None:
+        """Give ``chunks`` back to where they came from. Waits for the device."""
+        self._engine.synchronize()  # P7
+        for chunk in chunks:
+            chunk.nbytes = 0  # first: from now on `Pool.issue` refuses the chunk's slots
+            for slot in list(chunk.slots):
+                slot.forget_memory()
+            chunk.memory = NO_MEMORY
+        empty = () if self.region not in chunks else (Chunk(NO_MEMORY),)
+        self.chunks = (*empty, *(chunk for chunk in self.chunks if chunk not in chunks))
+
+    def _new_chunk(self, nbytes: int) -> Chunk:
+        """Return a new chunk. Kernels of other streams may still read the memory: the allocator hands it out again as
+        soon as the stream that allocated it is done with it (hence P7).
+        """
+        return Chunk(self._source.allocate(nbytes))
+
+
+def _groups(units: Sequence[SlotUnit]) -> Iterator[list[SlotUnit]]:
+    """Return the units of each chunk: large units alone, small ones together until they are as large.
+
+    Neighbours share a chunk, because they are given up one after the other.
+    """
+    small: list[SlotUnit] = []
+    total = 0
+    for unit in units:
+        if unit.nbytes >= OWN_CHUNK:
+            yield [unit]
+            continue
+        small.append(unit)
+        total += unit.nbytes
+        if total >= OWN_CHUNK:
+            yield small
+            small, total = [], 0
+    if small:
+        yield small

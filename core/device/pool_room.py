@@ -1,0 +1,128 @@
+"""Where a fault finds room in the pool, and what it gives up for it. The functions decide and change nothing.
+
+A fault is a use of units that are not on the device, and that the schedule has not foreseen. A unit is a group of weights
+that cross to the device together. A slot is the range of device memory that holds a unit, a chunk one allocation of
+device memory; the first chunk is the region of streamed units, the others hold cached units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ..common.errors import BudgetError
+from ..plan.region import ALIGN
+from ..plan.residency import round_up
+from .places import Extents, extents_over, find_offset, put_slot
+from .pool_memory import Chunk, Place, PoolMemory
+from .slot import Slot, SlotState, SlotUnit
+
+
+def bytes_for(units: Sequence[SlotUnit]) -> int:
+    """Return the bytes in which ``units`` fit side by side."""
+    return sum(round_up(unit.nbytes, ALIGN) for unit in units)
+
+
+def find_places(
+    memory: PoolMemory, units: Sequence[SlotUnit], last: Mapping[SlotUnit, Slot], stay: Collection[Slot]
+) -> dict[SlotUnit, Place] | None:
+    """Return places for all ``units`` at once; None if they do not fit beside the slots that have to stay.
+
+    ``last``: the slot that each unit had last; its place is preferred, because the slot's views are made already.
+    ``stay``: unused slots that have to stay too. Else the region is preferred, and there the place where the fewest
+    cached bytes are overwritten; then the cached units that are to be given up first.
+    """
+    loss = _loss_beside(stay)
+    left: dict[Chunk, Extents] = {}
+    found: dict[SlotUnit, Place] = {}
+    # The largest unit first: it fits into the fewest places.
+    for unit in sorted(units, key=lambda unit: -unit.nbytes):
+        place = _last_place(unit, last, left, loss) or _best_place(memory, unit.nbytes, left, loss)
+        if place is None:
+            return None
+        found[unit] = place
+        chunk, offset = place
+        # None stands for a unit of this fault.
+        left[chunk] = put_slot(left.get(chunk, chunk.extents), offset, offset + unit.nbytes, None)
+    return found
+
+
+def _loss_beside(stay: Collection[Slot]) -> Callable[[Slot | None], int | None]:
+    """Return the function that tells how many cached bytes are lost with a slot; None for a slot that has to stay."""
+
+    def loss(slot: Slot | None) -> int | None:
+        if slot is None or slot in stay:
+            return None
+        if slot.state is SlotState.FREE:
+            return 0
+        return slot.unit.nbytes if slot.state is SlotState.CACHED else None  # P3, P12
+
+    return loss
+
+
+def _last_place(
+    unit: SlotUnit,
+    last: Mapping[SlotUnit, Slot],
+    left: Mapping[Chunk, Extents],
+    loss: Callable[[Slot | None], int | None],
+) -> Place | None:
+    """Return the place of the unit's last slot, None if it cannot be used now."""
+    slot = last.get(unit)
+    if slot is None or slot.gone or loss(slot) is None:
+        return None
+    over = extents_over(left.get(slot.chunk, slot.chunk.extents), slot.offset, slot.end)
+    return Place(slot.chunk, slot.offset) if all(loss(extent.slot) is not None for extent in over) else None
+
+
+def _best_place(
+    memory: PoolMemory,
+    nbytes: int,
+    left: Mapping[Chunk, Extents],
+    loss: Callable[[Slot | None], int | None],
+) -> Place | None:
+    """Return the best place of ``nbytes``, None if there is none."""
+    region, *cached = memory.chunks
+    for chunk in (region, *reversed(cached)):
+        offset = find_offset(left.get(chunk, chunk.extents), chunk.nbytes, nbytes, loss)
+        if offset is not None:
+            return Place(chunk, offset)
+    return None
+
+
+def spare_chunks(memory: PoolMemory, nbytes: int, grain: int, stay: Collection[Slot]) -> list[Chunk] | None:
+    """Return chunks of cached units that no one uses and whose memory is enough for a chunk of ``nbytes``; None if there
+    are not enough.
+
+    ``grain``: bytes; the device's allocator rounds up to a multiple of it. ``stay``: slots that have to stay.
+    """
+    loss = _loss_beside(stay)
+    found: list[Chunk] = []
+    room = -round_up(nbytes, grain)
+    for chunk in reversed(memory.chunks[1:]):
+        if all(loss(extent.slot) is not None for extent in chunk.extents):
+            found.append(chunk)
+            room += round_up(chunk.nbytes, grain)
+            if room >= 0:
+                return found
+    return None
+
+
+def no_room(memory: PoolMemory, units: Sequence[SlotUnit]) -> BudgetError:
+    """Return the error for ``units`` that find no room although everything unused was given up."""
+    taken: dict[SlotState, list[str]] = {}
+    for slot in memory.slots():
+        taken.setdefault(slot.state, []).append(repr(slot.unit.name))
+    reasons = {
+        SlotState.IN_USE: "in use at the same time",
+        SlotState.HELD: "kept by the program beyond their run",
+        SlotState.FILLING: "being fetched",
+    }
+    holders = "; ".join(
+        f"{', '.join(sorted(taken[state]))} {reason}" for state, reason in reasons.items() if state in taken
+    )
+    nbytes = sum(unit.nbytes for unit in units)
+    names = ", ".join(repr(unit.name) for unit in units)
+    return BudgetError(
+        f"no room on the device for {names} ({nbytes} bytes): of {memory.nbytes} bytes for weights, "
+        f"{holders or 'none are in use, but no piece is large enough'}; raise vram by {nbytes} bytes, use a finer granularity, "
+        "or enable gradient checkpointing"
+    )

@@ -1,0 +1,164 @@
+"""`Slot`: a range of device memory for one unit. `SlotState` and `NEXT`: its states, and which may follow which.
+
+A unit is a group of weights that cross to the device together. What a slot holds, and who uses it, is one frozen
+`SlotRecord`. `Pool` (pool.py) alone writes it, and replaces it in one assignment, so that a KeyboardInterrupt between any
+two lines leaves a record that is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from ..common.errors import BrokenRuleError
+
+if TYPE_CHECKING:
+    from .pool_memory import Chunk
+
+
+NO_MEMORY = torch.empty(0, dtype=torch.uint8)  # stands for memory that was given back
+
+
+class SlotState(Enum):
+    """What lies in a slot, as seen by the host when it issues work to the device."""
+
+    FREE = auto()  # not the unit's bytes; others may lie there
+    FILLING = auto()  # the host is issuing the copy of the unit's bytes; not readable yet
+    CACHED = auto()  # the unit's bytes, which nobody uses; readable after the event of the copy
+    IN_USE = auto()  # the unit's bytes; a forward, a backward or an operator uses them
+    HELD = auto()  # the unit's bytes, which the program (autograd, for instance) keeps a view of
+    LOST = auto()  # no memory: other programs took the pages of the VBAR in which the slot lies
+
+
+class _Following(dict[SlotState, SlotState]):
+    """The states that may follow ``present``. Indexing with one of them returns it, at the cost of no Python call.
+
+    Indexing with another state raises BrokenRuleError.
+    """
+
+    def __init__(self, present: SlotState, following: set[SlotState]) -> None:
+        super().__init__((state, state) for state in following)
+        self._present = present
+
+    def __missing__(self, following: SlotState) -> SlotState:
+        allowed = ", ".join(sorted(state.name for state in self))
+        raise BrokenRuleError("P8", f"one of {allowed} after {self._present.name}", following.name)
+
+
+_S = SlotState
+# A state is changed by `slot.now = SlotRecord(NEXT[present][following], ...)`, and by nothing else (rule P8).
+NEXT: Mapping[SlotState, _Following] = {
+    # FREE again: the slot takes over the events that the copy into it will wait for.
+    _S.FREE: _Following(_S.FREE, {_S.FREE, _S.FILLING, _S.LOST}),
+    # IN_USE: users waited for the copy. FREE: the copy failed or was interrupted.
+    _S.FILLING: _Following(_S.FILLING, {_S.CACHED, _S.IN_USE, _S.FREE}),
+    _S.CACHED: _Following(_S.CACHED, {_S.IN_USE, _S.FREE, _S.LOST}),
+    # IN_USE again: one user more or less. FREE: the pool was closed during the use.
+    _S.IN_USE: _Following(_S.IN_USE, {_S.IN_USE, _S.CACHED, _S.HELD, _S.FREE}),
+    # FREE: the pool gave the memory back, and the view keeps it alive; or the unit has another slot by now.
+    _S.HELD: _Following(_S.HELD, {_S.IN_USE, _S.CACHED, _S.FREE}),
+    _S.LOST: _Following(_S.LOST, {_S.FREE}),
+}
+
+
+class User:
+    """One use of slots at a time, by one thread on one stream. Users are compared by identity.
+
+    ``thread``: the id of the thread, which `Pool.abandon` is given. ``stream``: the stream whose kernels read the slots.
+    """
+
+    __slots__ = ("thread", "stream")
+
+    def __init__(self, thread: int, stream: Any) -> None:
+        self.thread, self.stream = thread, stream
+
+
+NOBODY: frozenset[User] = frozenset()
+_WITHOUT_BYTES = frozenset({SlotState.FREE, SlotState.FILLING, SlotState.LOST})
+_NO_STREAMS: frozenset[Any] = frozenset()
+_NO_EVENTS: Mapping[Any, Any] = MappingProxyType({})
+
+
+class SlotRecord(NamedTuple):
+    """All that changes in a slot. Which fields count depends on the state.
+
+    ``version``: of the weights that were copied. ``users``: who uses the bytes, or waits for them while FILLING.
+    ``copied``: the event after which the bytes are there. ``waited``: the streams that wait for ``copied`` already.
+    ``reads``: the event after the last read since the copy, by stream; never changed in place.
+    ``after``: the events that a copy into the slot has to wait for, while FREE or FILLING.
+    ``held``: whether the program kept a view when one of the users left. ``thread``: the id of the thread that issues the
+    copy, while FILLING.
+    """
+
+    state: SlotState
+    version: int = 0
+    users: frozenset[User] = NOBODY
+    copied: Any = None
+    waited: frozenset[Any] = _NO_STREAMS
+    reads: Mapping[Any, Any] = _NO_EVENTS
+    after: tuple[Any, ...] = ()
+    held: bool = False
+    thread: int = 0
+
+    @property
+    def pending(self) -> tuple[Any, ...]:
+        """The events after which the bytes may be overwritten."""
+        if self.state in _WITHOUT_BYTES:
+            return self.after
+        # Each stream waited for the copy before it read, so the copy's own event is needed only without a read (P2).
+        return tuple(self.reads.values()) or (self.copied,)
+
+
+class SlotUnit(Protocol):
+    """What the pool knows of a unit: a name for errors, and its bytes (more than 0). Units are compared by identity."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Slot:
+    """The range of ``chunk`` from ``offset`` that holds ``unit``. A slot is made once and filled many times.
+
+    ``base``: exactly the unit's bytes, with a storage of its own where possible. ``target``: the same memory for copies;
+    writing to it does not raise the version counter that autograd checks.
+    ``views``: what the owner of the pool made of ``base``; the pool only calls its `kept_elsewhere`.
+    """
+
+    __slots__ = ("unit", "chunk", "offset", "end", "base", "target", "views", "now", "__weakref__")
+
+    def __init__(self, unit: SlotUnit, chunk: Chunk, offset: int, base: torch.Tensor) -> None:
+        self.unit, self.chunk, self.offset, self.end = unit, chunk, offset, offset + unit.nbytes
+        self.base, self.target = base, base.data
+        self.views: Any = None
+        self.now = SlotRecord(SlotState.FREE)
+
+    @property
+    def state(self) -> SlotState:
+        """The slot's state."""
+        return self.now.state
+
+    @property
+    def after(self) -> tuple[Any, ...]:
+        """The events that the copy into the slot has to wait for, while it is FILLING."""
+        return self.now.after
+
+    @property
+    def gone(self) -> bool:
+        """Whether the memory was given back, so that the slot cannot be filled any more."""
+        return self.target is NO_MEMORY
+
+    @property
+    def kept(self) -> bool:
+        """Whether the program keeps a view of the slot now."""
+        return self.views is not None and self.views.kept_elsewhere()
+
+    def forget_memory(self) -> None:
+        """Drop the references to the memory, which is given back."""
+        self.views = None
+        self.base = self.target = NO_MEMORY
