@@ -77,7 +77,7 @@ def run_steps(session, model, inputs, mode: str, count: int, busy: bool = False)
             model.zero_grad(set_to_none=True)
             torch.nn.functional.mse_loss(model(x, c).float(), target.float()).backward()
     layout = layout_of(session)
-    with layout.streamer.lock:
+    with layout.runner.lock:
         layout.meter.finish()
 
 
@@ -90,7 +90,7 @@ def learn_from(session, lib):
     """Return the profile learnt from the session's marked steps."""
     layout = layout_of(session)
     return lib["profile"].learn(
-        lib["measured_planner"].pieces(layout.carving), layout.streamed_indices(), layout.streamer.order.expected(),
+        lib["measured_planner"].pieces(layout.carving), layout.streamed_indices(), layout.runner.expected_uses(),
         layout.meter.profile(),
     )  # fmt: skip
 

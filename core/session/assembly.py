@@ -13,6 +13,7 @@ from ..device.engine import Engine
 from ..device.make_engine import make_engine
 from ..model.compiling import CompiledParts
 from ..model.shared_attributes import share_attributes
+from ..streaming.root_hooks import RootHooks
 from . import settings
 from .budgets import Budgets
 from .device_weights import DeviceWeights
@@ -31,7 +32,6 @@ from .policies.replan import Replan
 from .policies.vbar_pressure import VbarPressure
 from .policy_runner import PolicyRunner
 from .recovery import Recovery
-from .root_hooks import RootHooks
 from .stream_settings import StreamSettings
 from .tensor_access import TensorAccess
 from .weight_pool import WeightPool

@@ -15,7 +15,9 @@ from collections.abc import Callable
 import torch
 
 from ..device.engine import Engine
+from ..placement.placement import wanted_residents
 from ..plan.residency import resident_cost, round_up
+from ..streaming.runner import Use
 from ..streaming.vbar_slots import VbarSlots
 from . import settings
 from .layout_manager import LayoutManager
@@ -64,10 +66,8 @@ class DeviceWeights:
         layout, pooled = self._manager.layout, self.vbar
         if pooled is not None:
             return layout.placement.resident_bytes + pooled.held_bytes
-        streamer = layout.streamer
-        staging = 0 if streamer.staging is None else streamer.staging.nbytes
-        region = 0 if streamer.closed else streamer.region.nbytes
-        return layout.placement.resident_bytes + region + staging + layout.placement.tier.device_bytes
+        held, placement = layout.runner.held_bytes(), layout.placement
+        return placement.resident_bytes + held.slots + held.staging + placement.tier.device_bytes
 
     @property
     def pool_promise(self) -> int | None:
@@ -111,9 +111,10 @@ class DeviceWeights:
     @property
     def streamed_bytes(self) -> int:
         """Bytes of the units that stream now."""
-        pooled = self.vbar
-        units = self._manager.layout.streamer.units if pooled is None else pooled.away
-        return sum(unit.nbytes for unit in units)
+        layout, pooled = self._manager.layout, self.vbar
+        if pooled is not None:
+            return sum(unit.nbytes for unit in pooled.away)
+        return sum(unit.nbytes for unit in wanted_residents(layout.carving, layout.plan)[1])
 
     @property
     def waiting_bytes(self) -> int | None:
@@ -159,7 +160,7 @@ class DeviceWeights:
         outstanding.
         """
         layout = self._manager.layout
-        return self.movable and layout.streamer.unreferenced and not layout.meter.awaiting
+        return self.movable and not (layout.runner.in_use(Use.GRAPH) or layout.meter.awaiting)
 
     def hold_idle(self, locks: contextlib.ExitStack) -> bool:
         """Block passes of the session while ``locks`` are held. Returns False at once if a pass is running."""
@@ -169,11 +170,11 @@ class DeviceWeights:
         locks.callback(manager.lock.release)
         if not manager.attached:
             return False
-        streamer = manager.layout.streamer
-        if not streamer.lock.acquire(blocking=False):
+        runner = manager.layout.runner
+        if not runner.lock.acquire(blocking=False):
             return False
-        locks.callback(streamer.lock.release)
-        return bool(streamer.idle)
+        locks.callback(runner.lock.release)
+        return not runner.in_use(Use.PASS)
 
     # -- reports to the ledger
 
@@ -232,13 +233,10 @@ class DeviceWeights:
     def holdings(self) -> Held:
         """Return the device bytes that the session holds, and their pool (allocator), for the report."""
         manager, ledger, pooled = self._manager, self._ledger, self.vbar
-        streamer = manager.layout.streamer
         if pooled is None:
-            slots = 0 if manager.phase.parked else streamer.region.nbytes
-            staging = 0 if streamer.staging is None else streamer.staging.nbytes
-            packed = manager.layout.placement.tier.figures()
+            now, packed = manager.layout.runner.held_bytes(), manager.layout.placement.tier.figures()
             return Held(
-                ledger.vram, ledger.peak_bytes, slots, staging, pool="torch", pool_reason=self._pool.reason,
+                ledger.vram, ledger.peak_bytes, now.slots, now.staging, pool="torch", pool_reason=self._pool.reason,
                 packed_bytes=packed.packed_resident_bytes, packed_raw_bytes=packed.packed_resident_raw_bytes,
                 packed_units=packed.packed_resident_units,
             )  # fmt: skip

@@ -20,7 +20,7 @@ from ..placement.backing import Backing
 from ..placement.packer import Packing
 from ..placement.placement import Placement
 from ..plan.residency import Plan
-from ..streaming.streamer import Streamer
+from ..streaming.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Layout:
     ``carving``: the division of the module into units.
     ``plan``: which units stay on the device, and the size of the slot region.
     ``placement``: the memory of each tensor.
-    ``streamer``: the slots at run time.
+    ``runner``: runs the passes.
     ``meter``: counted bytes and measured times.
     ``tree``: the record of the module tree for which the layout was made.
     ``compiled``: whether the layout was made for a module that torch.compile compiled, as a whole or in parts.
@@ -78,7 +78,7 @@ class Layout:
     carving: Carving
     plan: Plan
     placement: Placement
-    streamer: Streamer
+    runner: Runner
     meter: Meter
     tree: Tree
     compiled: bool = False

@@ -35,6 +35,8 @@ from ..placement.host_store import HostStore
 from ..placement.packer import host_bytes, without_codec
 from ..placement.placement import Placement
 from ..plan.residency import Plan
+from ..streaming.runner import Runner, Use
+from ..streaming.running_passes import runs_elsewhere, runs_here
 from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
 from . import known_orders, packed_residents, rule_planner, settings
@@ -44,7 +46,6 @@ from .managed_module import ManagedModule
 from .packed_residents import NotPacked
 from .phase import Phase, advance
 from .planner import Planner
-from .running_passes import runs_elsewhere, runs_here
 from .summary import describe, training_note
 from .weight_pool import WeightPool
 
@@ -90,9 +91,11 @@ class LayoutManager:
         self._backings: WeakSet[Backing] = WeakSet()
         self._layout: Layout | None = None
         # The placement and streamer of the last layout, which may be incomplete. They may hold tensors that
-        # could not be moved back to their original devices.
+        # could not be moved back to their original devices. The streamer is handed on to what serves the layout with it
+        # (hooks, tier); the manager itself uses it as a `Runner`.
         self._placement: Placement | None = None
         self._streamer: Streamer | None = None
+        self._vbar: VbarSlots | None = None
         self._order = known_orders.recall(module.root)  # the order of use under earlier layouts
 
     # -- state
@@ -124,7 +127,7 @@ class LayoutManager:
     @property
     def vbar(self) -> VbarSlots | None:
         """The units' memory in a VBAR, None if torch's allocator is used."""
-        return None if self._streamer is None else self._streamer.vbar
+        return self._vbar
 
     @property
     def simple(self) -> bool:
@@ -148,7 +151,7 @@ class LayoutManager:
     @property
     def idle(self) -> bool:
         """Whether a layout is in effect, no pass is running, and no autograd graph needs the layout's units."""
-        return self.attached and self.layout.streamer.idle and self.layout.streamer.unreferenced
+        return self.attached and not any(map(self.layout.runner.in_use, (Use.PASS, Use.GRAPH)))
 
     def present(self) -> Wanted:
         """Return `wanted` with the present VRAM budget of the ledger."""
@@ -183,10 +186,10 @@ class LayoutManager:
         if self._phase is Phase.CLOSED:
             raise CaromError("this session is closed; call carom.stream(module, ...) for a new one")
 
-    def _in_use(self) -> Streamer | None:
-        """Return the layout's streamer if a forward or backward pass is running, otherwise None."""
-        streamer = self.layout.streamer if self.attached else None
-        return None if streamer is None or streamer.idle else streamer
+    def _in_use(self) -> Runner | None:
+        """Return the layout's runner if a forward or backward pass is running, otherwise None."""
+        runner = self.layout.runner if self.attached else None
+        return runner if runner is not None and runner.in_use(Use.PASS) else None
 
     @contextlib.contextmanager
     def between_passes(self, doing: str, *, inside: bool = False, ends_stuck: bool = False) -> Iterator[None]:
@@ -203,8 +206,8 @@ class LayoutManager:
                 with self.lock:
                     self._waiting -= waits
                     waits = False
-                    streamer = self._in_use()
-                    if streamer is None or not self._has_to_wait(streamer, doing, inside, ends_stuck):
+                    runner = self._in_use()
+                    if runner is None or not self._has_to_wait(runner, doing, inside, ends_stuck):
                         yield
                         return
                     self._waiting += 1
@@ -217,21 +220,21 @@ class LayoutManager:
     def runs_here(self) -> bool:
         """Return whether this thread is in a pass."""
         with self.lock:
-            streamer = self._in_use()
-            return streamer is not None and runs_here(streamer)
+            runner = self._in_use()
+            return runner is not None and runs_here(runner)
 
-    def _has_to_wait(self, streamer: Streamer, doing: str, inside: bool, ends_stuck: bool) -> bool:
+    def _has_to_wait(self, runner: Runner, doing: str, inside: bool, ends_stuck: bool) -> bool:
         """Return whether a caller of `between_passes` has to wait for a pass. Arguments and errors: its."""
-        if runs_here(streamer):
+        if runs_here(runner):
             if inside:
                 return False
             raise UnsupportedError(
                 f"{self.module.name} cannot be {doing} within its own forward, or between a forward and its backward, which "
                 "need its weights where they are: do that after the forward or backward has returned"
             )
-        if ends_stuck and streamer.slot_awaited:
+        if ends_stuck and runner.in_use(Use.WAIT):
             return False
-        return runs_elsewhere(streamer)
+        return runs_elsewhere(runner)
 
     def let_others_first(self) -> None:
         """Wait for threads that waited in `between_passes` for this moment. Called before a pass begins.
@@ -243,8 +246,8 @@ class LayoutManager:
 
     def _refuse_running(self) -> None:
         """Raise UnsupportedError if a pass is running, which a change of layout would break."""
-        streamer = self._in_use()
-        if streamer is not None and (runs_here(streamer) or runs_elsewhere(streamer)):
+        runner = self._in_use()
+        if runner is not None and (runs_here(runner) or runs_elsewhere(runner)):
             raise UnsupportedError(
                 f"the weights of {self.module.name} would have to move while its forward or backward runs: do this after "
                 "the forward or backward has returned"
@@ -252,7 +255,7 @@ class LayoutManager:
 
     def refuse_awaited(self) -> None:
         """Raise UnsupportedError if the backward of a forward may still be called. Called before the session is parked."""
-        if self.attached and (len(self.graphs) > 0 or self.layout.streamer.backward.running):
+        if self.attached and (len(self.graphs) > 0 or self.layout.runner.in_use(Use.BACKWARD)):
             raise UnsupportedError(
                 f"{self.module.name} cannot be parked between a forward and its backward: its weights would leave the "
                 "device, and the backward could not find them. Call backward() first, or drop what the forward returned "
@@ -263,9 +266,9 @@ class LayoutManager:
         """Raise UnsupportedError if a backward is running, or an autograd graph needs the layout's units."""
         if not self.attached:
             return
-        streamer = self.layout.streamer
-        with streamer.lock:
-            needed = len(self.graphs) > 0 or not streamer.unreferenced or streamer.backward.running
+        runner = self.layout.runner
+        with runner.lock:
+            needed = len(self.graphs) > 0 or runner.in_use(Use.GRAPH) or runner.in_use(Use.BACKWARD)
         if needed:
             raise UnsupportedError(
                 f"the budget of {self.module.name} cannot change between a forward and its backward: its weights would "
@@ -377,7 +380,7 @@ class LayoutManager:
         placement = self._placement
         failure: Exception | None = None
         if placement is not None and self.attached and not discard:
-            placement.tier.unpack(self.layout.streamer, placement.streamed, pin=False)
+            self.unpack_streamed(pin=False)
         if placement is not None:
             if discard:
                 # drop the records of these tensors, so that they stay on the device
@@ -417,14 +420,11 @@ class LayoutManager:
         self._finished = True
         self.module.forget()
         self.planner.forget()
-        if self._streamer is not None:
-            for unit in self._streamer.units:
-                unit.forget()
         for backing in self._backings:
             backing.forget()
         if self._placement is not None:
             self._placement.tier.forget()
-        self._placement = self._streamer = None
+        self._placement = self._streamer = self._vbar = None
         if self._layout is not None:
             self._layout = dataclasses.replace(
                 self._layout, carving=Carving([], [], []), tree=Tree(torch.nn.Module())
@@ -503,10 +503,10 @@ class LayoutManager:
             placement.keep(resident, needed, defer=simple)
             for entry in carving.adapters:
                 placement.adapt(entry)
-            streamer = self._pool.make_streamer(
+            streamer, vbar = self._pool.make_streamer(
                 carving, plan, streamed, meter, placement.tier, self.ledger, placement.resident_bytes
             )
-            self._streamer = streamer
+            self._streamer, self._vbar = streamer, vbar
             self._backings.update(placement.stream(streamed, streamer))
             self.host.copies.drop_unused()
             placement.settled()
@@ -518,8 +518,6 @@ class LayoutManager:
                 placement.notes += without_codec(streamed)
             if module.quantized is not None:
                 module.quantized.follow()
-            streamer.outside_bytes = plan.vram_budget_bytes - plan.region_bytes
-            streamer.fixed_bytes = plan.fixed_bytes + plan.staging_bytes
             streamer.start(self.host.arena, self._order)
             self.host.arena.log_refusals()
             placement.tier.left_device = self.note_packed
@@ -535,9 +533,8 @@ class LayoutManager:
             # A wrapped forward of a resident would break the graph of compiled code. So in a compiled module,
             # all residents are loaded when a pass begins.
             arriving = placement.tier.arriving and not compiled
-            module.hooks.wrap_units(streamer, arriving, () if compiled else carving.units, module.quantized)
-            if not compiled:
-                streamer.watch(resident, module.root)
+            units, watched = ((), ()) if compiled else (carving.units, resident)
+            module.hooks.wrap_units(streamer, arriving, units, module.quantized, watched)
             tree = Tree(module.root)
             return Layout(wanted, carving, plan, placement, streamer, meter, tree, compiled, bool(untrained))
         except BaseException:
@@ -600,10 +597,10 @@ class LayoutManager:
 
     def _note_order(self) -> None:
         """Keep the order in which units were used, for the next layout and the next session of the module."""
-        streamer = self._streamer
-        if streamer is not None and not streamer.closed:
-            self._order = streamer.learnt_order()
-            known_orders.note(self.module.root, self._order)
+        order = None if self._streamer is None else self._streamer.learnt_order()
+        if order is not None:
+            self._order = order
+            known_orders.note(self.module.root, order)
 
     def _copy_to_host(self) -> None:
         """Let all units use host copies, pinned if possible. Nothing stays on the device.
@@ -628,10 +625,19 @@ class LayoutManager:
                 if not all(waits(entry.tensor) for entry in unit.entries)
             ]
             if left:
-                self._backings.update(placement.stream(left, layout.streamer))
+                assert self._streamer is not None
+                self._backings.update(placement.stream(left, self._streamer))
         finally:
             placement.undo()
         self.engine.trim()
+
+    def unpack_streamed(self, pin: bool = True) -> bool:
+        """Decode all packed units that stream into host memory, as `Tier.unpack` does. Returns whether none failed. Called
+        between passes, while a layout is in effect.
+        """
+        assert self._streamer is not None
+        placement = self.layout.placement
+        return not placement.tier.unpack(self._streamer, placement.streamed, pin=pin)
 
     def _park_after_failure(self) -> None:
         """Undo an incomplete layout, and park the session.

@@ -20,8 +20,8 @@ from ..placement.first_rank_values import follow_first_rank
 from ..placement.flat_views import FlatViews
 from ..placement.packed_tensor import give_back
 from ..placement.shared_weights import share_files, share_memory
+from ..streaming.root_hooks import RootHooks
 from .host_resources import HostResources
-from .root_hooks import RootHooks
 
 
 class ManagedModule:

@@ -38,7 +38,7 @@ class ModelChanges:
         )
 
     def keep_resident(self) -> None:
-        """Keep the weights on the device from now on that forwards reported in `Runs.to_stay`, if the budget
+        """Keep the weights on the device from now on that passes reported in `Runner.to_stay`, if the budget
         has room.
 
         Examples are weights that the model writes to, and weights of which the model keeps views.
@@ -46,7 +46,7 @@ class ModelChanges:
         manager = self._manager
         with manager.lock:
             wanted, vram = manager.present(), manager.ledger.vram
-            to_stay = manager.layout.streamer.runs.to_stay
+            to_stay = manager.layout.runner.to_stay
             fresh = {name: why for name, why in to_stay.items() if name not in wanted.stay}
             to_stay.clear()
             if not fresh or self._no_room_for == (vram, fresh.keys()):

@@ -11,7 +11,7 @@ import torch
 from ..model import managed_tensor
 from ..streaming.gradient_delivery import refuse_data_parallel
 from ..streaming.pass_retry import PassSnapshot
-from ..streaming.streamer import Streamer
+from ..streaming.runner import RunningPass, Use
 from .layout_manager import LayoutManager
 from .model_changes import ModelChanges
 from .policies.device_memory import DeviceMemory
@@ -73,11 +73,10 @@ class Passes:
             if not manager.attached:
                 return False
             layout = manager.layout
-            streamer = layout.streamer
-            with streamer.lock:
-                if (
-                    streamer.idle
-                ):  # during a pass, the module tree holds views of slots and no weight may move
+            runner = layout.runner
+            with runner.lock:
+                # During a pass, the module tree holds views of slots and no weight may move.
+                if not runner.in_use(Use.PASS):
                     if layout.wanted.packing is not None and layout.wanted.packing.keep_raw:
                         layout.placement.tier.pack_anew()
                     if layout.untrained and torch.is_grad_enabled():
@@ -91,7 +90,7 @@ class Passes:
                         self._changes.adopt_compiled()
                     elif changed:
                         pass
-                    elif streamer.runs.to_stay and not self.graphs:
+                    elif runner.to_stay and not self.graphs:
                         # An outstanding forward that checkpoints would be recomputed in another layout.
                         self._changes.keep_resident()
                     elif layout.meter.settled >= self._policies.at:
@@ -114,8 +113,8 @@ class Passes:
 
     def begins(
         self, compiling: bool, before: PassSnapshot | None = None, part: torch.nn.Module | None = None
-    ) -> tuple[Streamer | None, Any]:
-        """Begin a pass. Returns the streamer, and a context manager that encloses the pass.
+    ) -> tuple[RunningPass | None, Any]:
+        """Begin a pass. Returns the pass, and a context manager that encloses it.
 
         Returns (None, None) if the session is closed.
         ``before``: the snapshot that `before` returned for the pass.
@@ -131,16 +130,17 @@ class Passes:
             if before is not None and manager.layout.placement is not placement:
                 before.update_module_state(manager.module.root)
             self._memory.begins()
-            streamer = manager.layout.streamer
+            layout = manager.layout
             if torch.is_grad_enabled():
-                refuse_data_parallel(streamer.tier.backings)
+                refuse_data_parallel(layout.placement.streamed)
             if part is not None:
                 manager.module.hooks.follow_root()
-            with streamer.lock:
-                if streamer.tier.arriving:
-                    streamer.tier.begin_pass(compiling or manager.planner.compiled())
-                streamer.runs.root_begins(*() if part is None else (part,))
-        return streamer, manager.engine.step()
+            with layout.runner.lock:
+                tier = layout.placement.tier
+                if tier.arriving:
+                    tier.begin_pass(compiling or manager.planner.compiled())
+                running = layout.runner.begin_pass(part)
+        return running, manager.engine.step()
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
         """Return a snapshot of the module's state and inputs before a pass that may have to run again,
@@ -160,7 +160,7 @@ class Passes:
     def interrupted(self) -> None:
         """Note that an interrupt ends the passes of this thread."""
         if not self._manager.unused:
-            self._manager.layout.streamer.interrupted()
+            self._manager.layout.runner.interrupted()
 
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
         """Record that a pass has succeeded. ``before``: the snapshot that `before` returned for the pass."""

@@ -152,8 +152,7 @@ class Planner:
         if measured is None or layout.plan.all_resident or self._engine.blocking:
             return None
         return learn(
-            measured_planner.pieces(layout.carving), layout.streamed_indices(), layout.streamer.order.expected(),
-            measured,
+            measured_planner.pieces(layout.carving), layout.streamed_indices(), layout.runner.expected_uses(), measured,
         )  # fmt: skip
 
     def chooses_packing(self, layout: Layout) -> bool:

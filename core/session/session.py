@@ -288,7 +288,7 @@ class Session:
         """
         with (
             self._manager.lock,
-            self._manager.layout.streamer.lock,
+            self._manager.layout.runner.lock,
         ):  # while a unit runs, its module holds a slot
             self._need_open()
             return self._parts.tensors.read(name, torch.device(device))
@@ -317,7 +317,7 @@ class Session:
             if not manager.idle or manager.host.gather is not None:
                 return False
             layout = manager.layout
-            with layout.streamer.lock:
+            with layout.runner.lock:
                 layout.meter.finish()
             wanted = self._parts.replan.best(layout, manager.present())
             if wanted is None:
@@ -434,11 +434,11 @@ class Session:
         Errors of ``step`` are raised.
         """
         self._need_open()
-        with self._manager.lock, self._manager.layout.streamer.lock:
+        with self._manager.lock, self._manager.layout.runner.lock:
             self._manager.layout.meter.profile_next()
         kernels = record_kernels(step, self._parts.engine.device)
         if kernels:
-            with self._manager.lock, self._manager.layout.streamer.lock:
+            with self._manager.lock, self._manager.layout.runner.lock:
                 self._manager.layout.meter.kernels_ran(kernels, time.time() - time.perf_counter())
         return self.report()
 

@@ -49,7 +49,7 @@ def stall_share(layout: Layout) -> float | None:
 
     Returns None if nothing was measured. The call does not wait for the device.
     """
-    with layout.streamer.lock:
+    with layout.runner.lock:
         found = layout.meter.medians()
     if not found.seconds or found.stall_seconds is None:
         return None
@@ -67,7 +67,7 @@ def make_report(
     ``notes``: notes on the device.
     """
     carving, plan, placement, meter = layout.carving, layout.plan, layout.placement, layout.meter
-    with layout.streamer.lock:
+    with layout.runner.lock:
         meter.finish()
     tier = placement.tier.figures()
     disk = tier.read

@@ -30,7 +30,9 @@ class TensorAccess:
             root = manager.module.root
             whole = module is None or module is original_of(root)
             below = None if whole else {id(m) for m in module.modules()}  # type: ignore[union-attr]
-            manager.layout.streamer.refresh(manager.layout.below(below))
+            with manager.layout.runner.lock:
+                for unit in manager.layout.below(below):
+                    unit.epoch += 1
 
     def read(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of the tensor ``name`` on ``device``, as `Session.read` describes."""
@@ -41,7 +43,7 @@ class TensorAccess:
         tensor = self._tensor(name)
         packed = self._manager.host.shelf.get(id(tensor))
         if packed is not None:
-            on_device = device == self._manager.layout.streamer.engine.device
+            on_device = device == self._manager.engine.device
             return packed.value(device) if on_device else packed.value().to(device)
         stand = None if module.checkpoint is None else module.checkpoint.of(tensor)
         if stand is not None and tensor.is_meta:

@@ -23,6 +23,7 @@ from ..model.units import Carving, Unit
 from ..placement.placement import wanted_residents
 from ..placement.tier import Tier
 from ..plan.residency import Plan
+from ..streaming.host_mapped_slots import ReservedBytes
 from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
 
@@ -96,14 +97,17 @@ class WeightPool:
     def make_streamer(
         self, carving: Carving, plan: Plan, units: list[Unit], meter: Meter, tier: Tier, ledger: BudgetLedger,
         resident_bytes: int,
-    ) -> Streamer:  # fmt: skip
-        """Return the streamer of ``units``. ``resident_bytes``: device memory that residents already take.
+    ) -> tuple[Streamer, VbarSlots | None]:  # fmt: skip
+        """Return the streamer of ``units``, and the units' memory in a VBAR, None if torch's allocator is used.
+
+        ``resident_bytes``: device memory that residents already take.
 
         Raises NativeError if the VBAR has no room for a slot (the device memory that holds a streamed unit).
         """
         engine, region = self._engine, plan.region_bytes
+        reserved = ReservedBytes(plan.vram_budget_bytes - region, plan.fixed_bytes + plan.staging_bytes)
         if self.native is None:
-            return Streamer(engine, region, meter, tier)
+            return Streamer(engine, region, meter, tier, reserved=reserved), None
         number = {id(unit): index for index, unit in enumerate(carving.units)}
         resident = [i for i, unit in enumerate(units) if number[id(unit)] in plan.resident]
         room = ledger.vram - resident_bytes
@@ -120,7 +124,7 @@ class WeightPool:
         engine.synchronize()
         engine.trim()  # memory that torch's allocator caches would take precedence over the VBAR's weights
         slots = VbarSlots(engine, self.native.bar(homes.nbytes), homes, room)
-        return Streamer(engine, homes.region_bytes, meter, tier, slots)
+        return Streamer(engine, homes.region_bytes, meter, tier, slots, reserved), slots
 
 
 def whole_pages(nbytes: int) -> int:

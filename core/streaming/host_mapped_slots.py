@@ -29,6 +29,20 @@ NOWHERE = -1  # the offset of a slot outside the region
 
 
 @dataclass(frozen=True)
+class ReservedBytes:
+    """The device memory in bytes that a plan reserves outside the region.
+
+    ``outside``: all of it. ``fixed``: of it, what every plan reserves, whatever the budget.
+    """
+
+    outside: int
+    fixed: int
+
+
+NOTHING_RESERVED = ReservedBytes(0, 0)
+
+
+@dataclass(frozen=True)
 class _Known:
     """Views of a unit's bytes in host memory, valid as long as `ManagedUnit.version` returns ``version``.
 
@@ -141,15 +155,15 @@ def no_room(streamer: Streamer, unit: StreamedUnit, stuck: list[Slot]) -> Budget
 
     ``stuck``: the slots that cannot be evicted from the region.
     """
-    region, engine = streamer.region, streamer.engine
+    region, engine, reserved = streamer.region, streamer.engine, streamer.reserved
     # A budget in which the units just fit is not enough: a plan for it may use the bytes for residents, and the
     # rest of the step may use still more units at once. So name the budget with all the slots that a plan asks
     # for, in which that number of units find room whatever their sizes. If the present budget is not smaller, name
     # the budget that holds every unit.
     sizes, slots = [other.nbytes for other in streamer.units], Wish().slots
-    least = streamer.outside_bytes + resident_cost(sizes, engine.grain)
-    with_slots = streamer.fixed_bytes + round_up(slots * max(sizes), engine.grain)
-    if len(stuck) < slots and streamer.outside_bytes + region.nbytes < with_slots:
+    least = reserved.outside + resident_cost(sizes, engine.grain)
+    with_slots = reserved.fixed + round_up(slots * max(sizes), engine.grain)
+    if len(stuck) < slots and reserved.outside + region.nbytes < with_slots:
         least = min(least, with_slots)
     names = ", ".join(repr(slot.unit.name) for slot in stuck)
     return BudgetError(

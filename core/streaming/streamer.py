@@ -39,22 +39,26 @@ from .backward import Backward
 from .first_uses import FirstUses, names_of
 from .forward import Runs, restore_weight_lists
 from .gradients import GradientBuffers
-from .host_mapped_slots import HostMappedSlots, no_room
+from .host_mapped_slots import NOTHING_RESERVED, HostMappedSlots, ReservedBytes, no_room
 from .prefetch import Prefetcher, fetch_order
+from .root_pass import RootPass
+from .runner import HeldBytes, Use
 from .unit import StreamedUnit, Views, make_views
 
 if TYPE_CHECKING:
     from .vbar_slots import VbarSlots
 
 _OFFSET_BITS = 48
+_NOTHING_LEARNT = LearntOrder()
 
 
 class Streamer:
-    """The slots of one layout's streamed units, in one region of device memory.
+    """The `Runner` of one layout: the slots of its streamed units, in one region of device memory.
 
     ``tier``: the store of the units, which makes their backings (the objects that copy a unit's bytes).
     ``vbar``: the range of device addresses (VBAR) in which units may stay on the device beside the slots,
     None without comfy-aimdo.
+    ``reserved``: device memory that the plan reserves outside the region.
     ``held``: slots of which the model keeps views beyond the unit's forward.
     ``last``: the unit that was used last in a forward.
     ``torn``: whether an interrupt (KeyboardInterrupt, for instance) ended a pass, and the slots were not brought into
@@ -65,16 +69,17 @@ class Streamer:
     caches_decisions = True
 
     def __init__(
-        self, engine: Engine, region_bytes: int, meter: Meter, tier: Tier, vbar: VbarSlots | None = None
-    ) -> None:
-        self.engine, self.meter, self.tier, self.vbar = engine, meter, tier, vbar
+        self, engine: Engine, region_bytes: int, meter: Meter, tier: Tier, vbar: VbarSlots | None = None,
+        reserved: ReservedBytes = NOTHING_RESERVED,
+    ) -> None:  # fmt: skip
+        self.engine, self.meter, self.tier, self.vbar, self.reserved = engine, meter, tier, vbar, reserved
         self.staging: Staging | None = None  # set if units are copied packed
         self.units: list[StreamedUnit] = []
         self.lock = threading.RLock()
         self.slot_waiters = SlotWaiters(self.lock)
         self.closed = self.torn = False
         self.order = AccessOrder(())
-        self._known = LearntOrder()  # the order before this layout, with what its first pass has shown
+        self._known = _NOTHING_LEARNT  # the order before this layout, with what its first pass has shown
         self.first_uses: FirstUses | None = (
             None  # set during the first pass, if the use of some units is not known
         )
@@ -93,23 +98,21 @@ class Streamer:
         # Bound methods are stored once, because they are looked up for every operator and every saved tensor.
         self.computing, self.in_forward = self.runs.computing, self.runs.in_forward
         self.run_operator, self.handle = self.runs.run_operator, self.backward.handle
-        self.addressed = self.runs.addressed
+        self.addressed, self.to_stay = self.runs.addressed, self.runs.to_stay
         self.host_mapped = HostMappedSlots(self)
         self.mapped = self.host_mapped.ranges
         self.link = self._link(None)
-        self.outside_bytes = 0  # device memory that the plan reserves outside the region
-        self.fixed_bytes = 0  # of these, the bytes that every plan reserves, whatever the budget
 
     @property
     def device(self) -> torch.device:
         """The device on which the module computes."""
         return self.engine.device
 
-    def start(self, arena: HostArena, known: LearntOrder | None = None) -> None:
+    def start(self, arena: HostArena, known: LearntOrder = _NOTHING_LEARNT) -> None:
         """Allocate the region for the tier's units, and start the tier. ``arena``: the allocator of gradient
         buffers. ``known``: the order of use under earlier layouts.
         """
-        self._known = known or self._known
+        self._known = known
         self._gradient_buffers.start(arena)
         self.host_mapped.start(arena)
         self.units = [StreamedUnit(backing) for backing in self.tier.backings]
@@ -162,10 +165,16 @@ class Streamer:
         if found is not None:
             self._known = found.with_others(self._known)
 
-    def learnt_order(self) -> LearntOrder:
-        """Return the order of use of all units, as known now."""
+    def learnt_order(self) -> LearntOrder | None:
+        """Return the order of use of all units, as known now, or None after `close`."""
+        if self.closed:
+            return None
         names = [names_of(unit.backing.unit) for unit in self.units]
         return learnt([(names[index], kind) for index, kind in self.order.uses()]).with_others(self._known)
+
+    def expected_uses(self) -> list[tuple[int, bool]]:
+        """Return the expected uses over one period, nearest first, as (unit, whether the use computes gradients)."""
+        return self.order.expected()
 
     # -- using units
 
@@ -609,15 +618,29 @@ class Streamer:
         for slot in freed:
             self.engine.freed(self.memory, slot.offset, slot.end)
 
+    # -- passes
+
+    def begin_pass(self, part: nn.Module | None) -> RootPass:
+        """Begin a pass on this thread: the root's forward, or that of ``part``, a module below the root."""
+        self.runs.root_begins(part)
+        return RootPass(self)
+
+    def in_use(self, by: Use) -> bool:
+        """Return whether units are in use as ``by`` says."""
+        match by:
+            case Use.PASS:
+                return not self.idle
+            case Use.BACKWARD:
+                return self.backward.running
+            case Use.GRAPH:
+                return not self.unreferenced
+            case Use.WAIT:
+                return self.slot_waiters.sleeping > 0
+
     @property
     def idle(self) -> bool:
         """Whether no pass is running, so that the layout may be changed."""
         return not (self.runs.active or self.backward.running)
-
-    @property
-    def slot_awaited(self) -> bool:
-        """Whether a running pass waits for another thread to release a slot."""
-        return self.slot_waiters.sleeping > 0
 
     @property
     def unreferenced(self) -> bool:
@@ -637,15 +660,12 @@ class Streamer:
                 if isinstance(tensor, torch.Tensor) and managed_tensor.in_slots(self, _address(tensor)):
                     state[name] = home.value()
 
-    # -- host bytes that change
-
-    def refresh(self, backings: Sequence[Backing] | None = None) -> None:
-        """Mark the copies of units in slots as outdated. ``backings``: of which units (default: all)."""
-        with self.lock:
-            for backing in self.tier.backings if backings is None else backings:
-                backing.epoch += 1
-
     # -- closing
+
+    def held_bytes(self) -> HeldBytes:
+        """Return the device memory of the region and of the staging buffer, in bytes."""
+        staging = 0 if self.staging is None else self.staging.nbytes
+        return HeldBytes(0 if self.closed else self.region.nbytes, staging)
 
     def _write_back_held(self) -> None:
         """Copy values to the host that the model wrote through slot views which it still keeps."""
@@ -684,6 +704,7 @@ class Streamer:
             for unit in self.units:
                 unit.slot = None
                 unit.views.clear()
+                unit.forget()
             self.region.slots.clear()
             self.held.clear()
             self.prefetcher.close()

@@ -174,7 +174,7 @@ class StreamedUnit:
         self.differentiable = False
 
     def forget(self) -> None:
-        """Drop the references to the tables of the model's modules. Called after the session was closed."""
+        """Drop the references to the tables of the model's modules. Called when the streamer closes."""
         self.sites.clear()
         self.swapped_in.clear()
 

@@ -121,7 +121,6 @@ MUTANTS: list[Mutant] = [
             "interrupted: slots stay in use",
         ),
         ("state[name] = home.value()", "pass", "a state dict taken in a forward keeps views of slots"),
-        ("                backing.epoch += 1\n", "                pass\n", "refresh() refreshes nothing"),
         (
             "            try:\n                self.engine.synchronize()\n            except Exception:",
             "            try:\n                pass\n            except Exception:",
@@ -627,10 +626,18 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "core/session/tensor_access.py",
+        (
+            "                    unit.epoch += 1\n",
+            "                    pass\n",
+            "refresh() refreshes nothing",
+        ),
+    ),
+    *_of(
         "core/session/device_weights.py",
         ("        locks.callback(manager.lock.release)\n", "", "who was asked to give keeps its lock"),
         (
-            "return self.movable and layout.streamer.unreferenced and not layout.meter.awaiting",
+            "return self.movable and not (layout.runner.in_use(Use.GRAPH) or layout.meter.awaiting)",
             "return self.movable",
             "who is asked gives though a backward is to come",
         ),
@@ -758,14 +765,14 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/session/root_forward.py",
+        "core/streaming/root_forward.py",
         (
-            "                end(streamer, True)\n",
-            "                end(streamer, False)\n",
+            "                end(running, True)\n",
+            "                end(running, False)\n",
             "a failed pass ends as one that went well",
         ),
         (
-            "        leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())\n",
+            "        leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: running.begin_backward())\n",
             "        pass\n",
             "the backward of a resident model is not seen",
         ),

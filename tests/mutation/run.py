@@ -103,13 +103,14 @@ TESTS: dict[str, list[str]] = {
         "streaming/test_rerun.py",
         "budget/test_optimizer_reserve.py",
     ],
+    "core/session/tensor_access.py": ["model/test_detach.py", "session/test_dropped_modules.py"],
     "core/session/policies/host_memory.py": [*_WAITS, "session/test_host_memory.py"],
     "core/session/policies/raise_budget.py": ["session/test_leftover_memory.py"],
     "core/budget/optimizer_reserve.py": ["budget/test_optimizer_reserve.py"],
     "core/metrics/meter.py": ["metrics/test_step_figures.py"],
     "core/metrics/report.py": ["metrics/test_report.py", "placement/test_packed_residents.py"],
     "core/model/interpose.py": ["session/test_undone.py"],
-    "core/session/root_forward.py": [
+    "core/streaming/root_forward.py": [
         "streaming/test_failed_passes.py",
         "streaming/test_transfers.py",
         "session/test_set_budget_between.py",

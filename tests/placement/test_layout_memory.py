@@ -58,7 +58,7 @@ def relaid(session, granularity):
 
 def unpacked(session):
     layout = parts(session).manager.layout
-    layout.placement.tier.unpack(layout.streamer, layout.placement.streamed)
+    layout.placement.tier.unpack(layout.runner, layout.placement.streamed)
 
 def run(codec, what, depth):
     torch.manual_seed(1)

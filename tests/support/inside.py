@@ -225,7 +225,7 @@ class Inside(Answers):
 
     @property
     def streamer(self) -> Any:
-        return self.manager.layout.streamer
+        return self.manager.layout.runner
 
     @property
     def carving(self) -> Any:

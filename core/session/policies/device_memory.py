@@ -260,7 +260,7 @@ class DeviceMemory:
         note = getattr(error, "add_note", lambda text: None)
         note(f"carom held {held} of weights with vram='auto'; it holds less from the next step on, if it can")
         layout = manager.layout
-        with manager.lock, layout.streamer.lock, self._ledger.growing():
+        with manager.lock, layout.runner.lock, self._ledger.growing():
             seen = Observation.now(manager)
             if before is None or seen.memory is None or not manager.idle:
                 return False

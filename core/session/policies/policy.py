@@ -16,6 +16,7 @@ from ...budget.ledger import BudgetLedger
 from ...common.memory_snapshot import Memory
 from ...host import probe
 from ...host.probe import HostMemory
+from ...streaming.runner import Use
 from ..layout import Layout, Outcome, Wanted
 from ..layout_manager import LayoutManager
 
@@ -87,7 +88,7 @@ class Observation:
     @property
     def unreferenced(self) -> bool:
         """Whether no autograd graph needs the layout's units."""
-        return self.layout.streamer.unreferenced
+        return not self.layout.runner.in_use(Use.GRAPH)
 
 
 def clock_of(manager: LayoutManager) -> StepClock:

@@ -22,6 +22,7 @@ from ...common.errors import UnsupportedError
 from ...common.sizes import format_size
 from ...placement.placement import Placement
 from ...streaming.pass_retry import PassSnapshot, repeats, sizes
+from ...streaming.runner import Use
 from ..layout_manager import LayoutManager
 
 logger = logging.getLogger("carom")
@@ -243,9 +244,9 @@ class RaiseBudget:
         """
         manager = self._manager
         ledger, layout = manager.ledger, manager.layout
-        with manager.lock, layout.streamer.lock:
+        with manager.lock, layout.runner.lock:
             budget = max(budget, ledger.least_bytes)
-            free = layout.streamer.idle and layout.streamer.unreferenced
+            free = not (layout.runner.in_use(Use.PASS) or layout.runner.in_use(Use.GRAPH))
             whole = manager.attached or manager.phase.parked
             if budget >= ledger.vram or not free or not whole:
                 return False

@@ -152,10 +152,8 @@ class Replan:
         has no room for them.
         """
         manager, wanted = self._manager, advice.best.wanted
-        layout, packing = manager.layout, wanted.packing
-        if packing is not None and packing.plain and layout.placement.tier.unpack(
-            layout.streamer, layout.placement.streamed
-        ):  # fmt: skip
+        packing = wanted.packing
+        if packing is not None and packing.plain and not manager.unpack_streamed():
             self._settle()
             return None
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)

@@ -12,10 +12,10 @@ from ..model.interpose import Wrapped, stands_first
 from ..model.quantized import FlattenedWeights
 from ..model.unit_weights import layers_of, readers_of, with_weights
 from ..model.units import Unit
-from ..streaming.streamer import Streamer
-from ..streaming.unit import StreamedUnit
-from ..streaming.unit_forward import UnitForward
 from .root_forward import Apply, Movable, PartForward, PassListener, TrueValues, part_pass, root_forward
+from .streamer import Streamer
+from .unit import StreamedUnit
+from .unit_forward import UnitForward
 
 
 class RootHooks:
@@ -70,6 +70,7 @@ class RootHooks:
         arriving: bool,
         units: Sequence[Unit] = (),
         quantized: FlattenedWeights | None = None,
+        residents: Sequence[Unit] = (),
     ) -> None:
         """Wrap the forwards of streamed units and of the root, and register state dict hooks.
 
@@ -78,6 +79,7 @@ class RootHooks:
         ``units``: the units of the carving. The outermost modules below the root that contain units are wrapped too.
         Nothing stands in front of the units that stay on the device.
         ``quantized``: the module's quantised weights.
+        ``residents``: units that stay on the device, of which the first uses are to be recorded.
         """
         if not stands_first(
             self._module
@@ -104,6 +106,7 @@ class RootHooks:
             self._module.register_state_dict_pre_hook(true.begin),
             self._module._register_state_dict_hook(true),
         ]
+        streamer.watch(residents, self._module)
 
     def wrap_parked(self) -> None:
         """Wrap the root's forward and the forwards of all modules below it, for a parked session: the first call of any

@@ -1,6 +1,6 @@
 """Which threads run a pass of a session, as their stacks show it.
 
-The streamer counts running passes. A KeyboardInterrupt between two lines can leave a count behind, and a caller that
+A runner counts running passes. A KeyboardInterrupt between two lines can leave a count behind, and a caller that
 waited for this count would wait without end. So callers that wait also look at the stacks.
 """
 
@@ -12,22 +12,22 @@ import threading
 from types import FrameType
 
 from ..model.managed_tensor import in_backward
-from ..streaming.streamer import Streamer
 from . import root_forward
+from .runner import Runner
+
+_BEGINS = object()  # what a frame has of a pass that begins
 
 
-def runs_here(streamer: Streamer) -> bool:
-    """Return whether this thread is in a pass of ``streamer``, or in a backward pass."""
-    return in_backward() or _in_pass(sys._getframe(), streamer)
+def runs_here(runner: Runner) -> bool:
+    """Return whether this thread is in a pass of ``runner``, or in a backward pass."""
+    return in_backward() or _in_pass(sys._getframe(), runner)
 
 
-def runs_elsewhere(streamer: Streamer) -> bool:
-    """Return whether another thread is in a pass of ``streamer``, or in a backward pass."""
+def runs_elsewhere(runner: Runner) -> bool:
+    """Return whether another thread is in a pass of ``runner``, or in a backward pass."""
     own = threading.get_ident()
     return any(
-        _in_pass(frame, streamer) or _in_backward(frame)
-        for thread, frame in _frames().items()
-        if thread != own
+        _in_pass(frame, runner) or _in_backward(frame) for thread, frame in _frames().items() if thread != own
     )
 
 
@@ -46,13 +46,15 @@ def _frames() -> dict[int, FrameType]:
             gc.enable()
 
 
-def _in_pass(frame: FrameType | None, streamer: Streamer) -> bool:
+def _in_pass(frame: FrameType | None, runner: Runner) -> bool:
     while frame is not None:
         code = frame.f_code
         runs_pass = code.co_filename == root_forward.__file__ and code.co_name == root_forward.PASS
-        # While the pass begins, the frame has no streamer yet.
-        if runs_pass and frame.f_locals.get("streamer", streamer) is streamer:
-            return True
+        if runs_pass:
+            running = frame.f_locals.get("running", _BEGINS)
+            # While a pass begins, nothing tells whose pass it is.
+            if running is _BEGINS or getattr(running, "runner", None) is runner:
+                return True
         frame = frame.f_back
     return False
 

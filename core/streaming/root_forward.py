@@ -22,8 +22,9 @@ from ..model.compiling import compiling, quiet, untraced
 from ..model.home import Home
 from ..model.interpose import NO_PICKLE
 from ..model.managed_tensor import in_backward, waits_elsewhere
-from ..streaming.pass_retry import PassSnapshot
-from ..streaming.streamer import Streamer
+from .pass_retry import PassSnapshot
+from .runner import RunningPass
+from .streamer import Streamer
 
 PASS = "run"  # the name of the function whose frame is on the stack of a thread while it runs a pass
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
@@ -57,8 +58,8 @@ class PassListener(Protocol):
 
     def begins(
         self, compiling: bool, before: PassSnapshot | None, part: nn.Module | None
-    ) -> tuple[Streamer | None, Any]:
-        """Begin a pass. Returns the streamer, and a context manager that encloses the pass.
+    ) -> tuple[RunningPass | None, Any]:
+        """Begin a pass. Returns the pass, and a context manager that encloses it.
 
         Returns (None, None) if the forward has to run without streaming.
         ``before``: the snapshot that `before` returned for the pass.
@@ -113,17 +114,17 @@ class _Graph:
     The hook is in the listener's ``graphs`` until a backward begins or the autograd graph is freed.
     """
 
-    def __init__(self, listener: PassListener, streamer: Streamer) -> None:
-        self._graphs, self._streamer = listener.graphs, streamer
+    def __init__(self, listener: PassListener, running: RunningPass) -> None:
+        self._graphs, self._running = listener.graphs, running
         self._graphs.add(self)
 
     def __call__(self, gradient: Any) -> None:
         self._graphs.discard(self)
-        self._streamer.backward.begins()
+        self._running.begin_backward()
 
 
 def _notice_backward(
-    listener: PassListener, streamer: Streamer, given: Any, result: Any, part: nn.Module | None
+    listener: PassListener, running: RunningPass, given: Any, result: Any, part: nn.Module | None
 ) -> None:
     """Register hooks on ``result`` that notice the start of a backward, or record that no backward is
     possible.
@@ -133,11 +134,11 @@ def _notice_backward(
     """
     leaves = tree_leaves(result)
     begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    noted = _Graph(listener, streamer)
+    noted = _Graph(listener, running)
     for leaf in begins:
         # A tensor without grad_fn outlives the forward, so a hook on it does not show whether a graph still
         # exists.
-        leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())
+        leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: running.begin_backward())
     # A backward is still possible if the result contains an object that tree_leaves does not look into, if
     # other code keeps the adapters that are trained, or if the loss is stored elsewhere.
     if begins or (listener.backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):
@@ -146,23 +147,19 @@ def _notice_backward(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad
         for leaf in (*tree_leaves(given), *(part or listener.root).parameters())
     ):
-        streamer.runs.no_backward()
+        running.no_backward()
 
 
-def _root_ends(streamer: Streamer, failed: bool) -> None:
-    """End a pass. ``failed``: whether an error ended the root's forward."""
-    streamer.runs.root_ends(failed)
-    if not failed:
-        streamer.tier.end_pass()
-        if streamer.first_uses is not None:
-            streamer.end_first_pass()
+def _end(running: RunningPass, failed: bool) -> None:
+    """End a pass. ``failed``: whether an error ended its forward."""
+    running.end(failed)
 
 
 def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
     """Return a function that wraps the root's forward, so that each call is a pass."""
 
     def make(inner: Callable) -> Callable:
-        return _as_pass(listener, None, lambda streamer: inner)
+        return _as_pass(listener, None, lambda running: inner)
 
     return make
 
@@ -186,9 +183,9 @@ def part_pass(listener: PassListener, module: nn.Module, wrapper: Wrapper) -> Ca
     reference = ref(module)
 
     def make(inner: Callable) -> Callable:
-        def now(present: Streamer | None) -> Callable:
+        def now(running: RunningPass | None) -> Callable:
             part = reference()
-            served = present is not None and present is wrapper.streamer
+            served = running is not None and running.runner is wrapper.streamer
             return inner if part is None or served else part.forward
 
         return _as_pass(listener, reference, now)
@@ -231,15 +228,15 @@ class PartForward:
 def _as_pass(
     listener: PassListener,
     part: Callable[[], nn.Module | None] | None,
-    inner: Callable[[Streamer | None], Callable],
+    inner: Callable[[RunningPass | None], Callable],
 ) -> Callable:
     """Return a function that begins a pass, runs the forward and ends the pass, and that runs the pass again where
     ``listener`` recovers memory.
 
     ``part``: returns the module whose forward the pass is; None for the root.
-    ``inner``: returns the forward to run, for the streamer with which the pass began.
+    ``inner``: returns the forward to run in the pass that began, or if None began.
     """
-    begin, end, notice = quiet(listener.begins), quiet(_root_ends), quiet(_notice_backward)
+    begin, end, notice = quiet(listener.begins), quiet(_end), quiet(_notice_backward)
     recover, look, passed = quiet(listener.recover), quiet(listener.before), quiet(listener.passed)
     interrupted = quiet(listener.interrupted)
 
@@ -248,19 +245,19 @@ def _as_pass(
         # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
         try:
             module = None if part is None else part()
-            streamer, watch = begin(compiling() is not None, before, module)
-            call = inner(streamer)
-            if streamer is None:  # another thread has closed the session meanwhile
+            running, watch = begin(compiling() is not None, before, module)
+            call = inner(running)
+            if running is None:  # another thread has closed the session meanwhile
                 return call(*args, **kwargs)
             try:
                 with watch:
                     result = call(*args, **kwargs)
                 if torch.is_grad_enabled():
-                    notice(listener, streamer, (args, kwargs), result, module)
+                    notice(listener, running, (args, kwargs), result, module)
             except Exception:
-                end(streamer, True)
+                end(running, True)
                 raise
-            end(streamer, False)
+            end(running, False)
             return result
         except Exception:
             raise
