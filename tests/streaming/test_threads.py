@@ -485,9 +485,9 @@ def test_a_call_waits_while_another_thread_brings_the_weights(
             time.sleep(0.3)
             attach(self, wanted)
 
-        def counted(self):
+        def counted(self, part):
             begun.append(threading.get_ident())
-            root_begins(self)
+            root_begins(self, part)
 
         def call(forward):
             with torch.no_grad():
