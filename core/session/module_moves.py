@@ -26,7 +26,7 @@ def park(parts: Parts, keep: bool = False) -> None:
 
 
 class ModuleMoves:
-    """The `root_forward.Movable` of a session. It does not keep the session's module alive."""
+    """The `root_apply.Movable` of a session. It does not keep the session's module alive."""
 
     def __init__(self, module: nn.Module, parts: Parts) -> None:
         self._module, self._parts = weakref.ref(module), parts

@@ -132,7 +132,7 @@ class Passes:
             self._memory.begins()
             layout = manager.layout
             if torch.is_grad_enabled():
-                refuse_data_parallel(layout.placement.streamed)
+                refuse_data_parallel(layout.placement.tier.backings)
             if part is not None:
                 manager.module.hooks.follow_root()
             with layout.runner.lock:

@@ -1,5 +1,5 @@
-"""The wrappers of a session's root module (the module that it streams): of the forward, of ``_apply``, and of
-the state dict. The wrapper of forwards that are called outside the root's forward.
+"""The wrappers of a session's root module (the module that it streams): of the forward and of the state dict. The
+wrapper of forwards that are called outside the root's forward.
 
 A pass is one forward of the root module, or one forward of a part of it (a module below the root) that is
 called outside the root's forward, as the encoder of a VAE is. A slot is the device memory that holds a streamed
@@ -8,9 +8,8 @@ unit (a group of weights) while it is used.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -21,10 +20,12 @@ from ..common.errors import UnsupportedError
 from ..model.compiling import compiling, quiet, untraced
 from ..model.home import Home
 from ..model.interpose import NO_PICKLE
-from ..model.managed_tensor import in_backward, waits_elsewhere
+from ..model.managed_tensor import in_backward
 from .pass_retry import PassSnapshot
 from .runner import RunningPass
-from .streamer import Streamer
+
+if TYPE_CHECKING:
+    from .streamer import Streamer
 
 PASS = "run"  # the name of the function whose frame is on the stack of a thread while it runs a pass
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
@@ -83,29 +84,30 @@ class PassListener(Protocol):
         """Record that a pass has succeeded. ``before``: the snapshot that `before` returned for the pass."""
 
 
-class Movable(Protocol):
-    """The interface of a session that is used by ``.to()`` and similar methods of the root module."""
+class RootPass:
+    """The `RunningPass` of a `Streamer`."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The root."""
+    __slots__ = ("runner",)
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which the module computes."""
+    def __init__(self, streamer: Streamer) -> None:
+        self.runner = streamer
 
-    @property
-    def put_aside(self) -> bool:
-        """Whether the session is parked with host copies of all weights, for a quick return to the device."""
+    def end(self, failed: bool) -> None:
+        """End the pass. ``failed``: whether an error ended its forward."""
+        streamer = self.runner
+        streamer.runs.root_ends(failed)
+        if not failed:
+            streamer.tier.end_pass()
+            if streamer.first_uses is not None:
+                streamer.end_first_pass()
 
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the module's tensors."""
+    def begin_backward(self) -> None:
+        """Register the backward whose gradient has reached a result of the pass."""
+        self.runner.backward.begins()
 
-    def park(self) -> None:
-        """Release the device memory of the session."""
-
-    def unpark(self) -> None:
-        """Move the weights to the device again."""
+    def no_backward(self) -> None:
+        """Record that no backward of the pass is possible."""
+        self.runner.runs.no_backward()
 
 
 class _Graph:
@@ -282,79 +284,6 @@ def _as_pass(
             return result
 
     return forward
-
-
-def _memory_format(function: Callable) -> torch.memory_format | None:
-    """Return the memory format to which ``function``, an argument of ``_apply``, converts; None if it keeps formats."""
-    for layout, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-        rows = torch.empty((2,) * dims)
-        try:
-            from_rows, from_layout = function(rows), function(rows.to(memory_format=layout))
-        except RuntimeError:  # torch has each format for one number of dimensions
-            continue
-        if from_rows.stride() != rows.stride():
-            return layout
-        if from_layout.stride() == rows.stride():
-            return torch.contiguous_format
-    return None
-
-
-class Apply:
-    """The replacement of the root's ``_apply``, which .to(), .cuda(), .half() and similar methods call.
-
-    A move to the CPU parks the session (it then uses no device memory), and a move to the session's device
-    moves the weights to the device again. A memory format is applied to the weights while the session is parked, so
-    that the next layout has it. Raises UnsupportedError for another dtype or another device, and for a memory format of
-    weights that stream packed or from a file.
-    """
-
-    def __init__(self, session: Movable) -> None:
-        self._session = session
-
-    def __call__(self, function: Callable, recurse: bool = True) -> nn.Module:
-        session = self._session
-        device, own = None, session.device
-        for dtype in session.dtypes():
-            after = function(torch.empty(0, dtype=dtype))
-            if after.dtype != dtype:
-                raise UnsupportedError(
-                    f"a streamed module cannot become {after.dtype}; close the session, convert, and stream again"
-                )
-            device = after.device
-        layout = _memory_format(function)
-        if layout is not None:
-            self._change_format(layout, recurse)
-        if session.put_aside and device is not None and device.type == "cpu":
-            return session.module
-        if device is None or device == own or (device.type, device.index) == (own.type, None):
-            session.unpark()
-        elif device.type == "cpu":
-            session.park()
-        else:
-            raise UnsupportedError(
-                f"the module streams on {own}; it cannot move to {device}: close the session first"
-            )
-        return session.module
-
-    def _change_format(self, layout: torch.memory_format, recurse: bool) -> None:
-        """Give the module's tensors of four and five dimensions the memory format ``layout``."""
-        module = self._session.module
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.dim() in (4, 5) and waits_elsewhere(tensor):
-                raise UnsupportedError(
-                    f"{name} streams packed or from a file, so its memory format cannot change to {layout}: close the "
-                    "session, convert, and stream again, or stream with codec='raw' from memory"
-                )
-        self._session.park()
-
-        def convert(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(memory_format=layout) if tensor.dim() in (4, 5) else tensor
-
-        type(module)._apply(module, convert, recurse)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        copy: Any = memo.get(id(self._session.module))
-        return functools.partial(type(copy)._apply, copy)
 
 
 class TrueValues:

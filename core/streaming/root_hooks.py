@@ -12,7 +12,8 @@ from ..model.interpose import Wrapped, stands_first
 from ..model.quantized import FlattenedWeights
 from ..model.unit_weights import layers_of, readers_of, with_weights
 from ..model.units import Unit
-from .root_forward import Apply, Movable, PartForward, PassListener, TrueValues, part_pass, root_forward
+from .root_apply import Apply, Movable
+from .root_forward import PartForward, PassListener, TrueValues, part_pass, root_forward
 from .streamer import Streamer
 from .unit import StreamedUnit
 from .unit_forward import UnitForward

@@ -41,7 +41,7 @@ from .forward import Runs, restore_weight_lists
 from .gradients import GradientBuffers
 from .host_mapped_slots import NOTHING_RESERVED, HostMappedSlots, ReservedBytes, no_room
 from .prefetch import Prefetcher, fetch_order
-from .root_pass import RootPass
+from .root_forward import RootPass
 from .runner import HeldBytes, Use
 from .unit import StreamedUnit, Views, make_views
 
