@@ -112,7 +112,7 @@ class Answers:
     @property
     def surprises(self) -> int:
         """How many uses came in another order than the learnt one."""
-        return self._manager.layout.streamer.order.surprises
+        return self._manager.layout.runner.order.surprises
 
     @property
     def arrangement(self) -> object:
@@ -126,48 +126,48 @@ class Answers:
         """What lies in the region now, by offset."""
         return [
             SlotAnswer(slot.unit.name, slot.offset, slot.nbytes, _STATES[slot.state.name], slot.users)
-            for slot in self._manager.layout.streamer.region.slots
+            for slot in self._manager.layout.runner.region.slots
         ]
 
     @property
     def held_slots(self) -> list[str]:
         """The names of the units in slots that the program keeps views of, beyond the unit's run."""
-        return [slot.unit.name for slot in self._manager.layout.streamer.held]
+        return [slot.unit.name for slot in self._manager.layout.runner.held]
 
     @property
     def units_in_modules(self) -> list[str]:
         """The names of the units whose forward runs, or whose slot's views are in the modules."""
-        found = self._manager.layout.streamer.units
+        found = self._manager.layout.runner.units
         return [unit.name for unit in found if unit.depth or unit.swapped_in]
 
     @property
     def computing(self) -> bool:
         """Whether this thread counts as in a step."""
-        return self._manager.layout.streamer.runs.computing()
+        return self._manager.layout.runner.runs.computing()
 
     def begin_pass(self) -> None:
         """Begin a pass on this thread, as a call of the module does, and leave it open."""
-        self._manager.layout.streamer.runs.root_begins()
+        self._manager.layout.runner.runs.root_begins()
 
     def end_pass(self) -> None:
         """End the pass that `begin_pass` began."""
-        self._manager.layout.streamer.runs.root_ends(False)
+        self._manager.layout.runner.runs.root_ends(False)
 
     def end_finished_uses(self) -> None:
         """End the uses of slots that are over, which a session notices at its next use of a slot only."""
-        self._manager.layout.streamer.end_finished_uses()
+        self._manager.layout.runner.end_finished_uses()
 
     @property
     def region_memory(self) -> torch.Tensor:
         """The device memory that streamed units pass through; empty after close."""
-        return self._manager.layout.streamer.memory
+        return self._manager.layout.runner.memory
 
     # -- bytes
 
     @property
     def region_bytes(self) -> int:
         """Bytes of the region that streamed units pass through."""
-        return self._manager.layout.streamer.region.nbytes
+        return self._manager.layout.runner.region.nbytes
 
     @property
     def capacity(self) -> int:
