@@ -92,7 +92,7 @@ class RootPass:
     def __init__(self, streamer: Streamer) -> None:
         self.runner = streamer
 
-    def end(self, failed: bool) -> None:
+    def end_forward(self, failed: bool) -> None:
         """End the pass. ``failed``: whether an error ended its forward."""
         streamer = self.runner
         streamer.runs.root_ends(failed)
@@ -154,7 +154,7 @@ def _notice_backward(
 
 def _end(running: RunningPass, failed: bool) -> None:
     """End a pass. ``failed``: whether an error ended its forward."""
-    running.end(failed)
+    running.end_forward(failed)
 
 
 def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:

@@ -62,7 +62,7 @@ class RunningPass(Protocol):
     def runner(self) -> Runner:
         """The object that runs the pass."""
 
-    def end(self, failed: bool) -> None:
+    def end_forward(self, failed: bool) -> None:
         """End the pass. ``failed``: whether its forward raised an error. Not called after an interrupt, which ends with
         `Runner.interrupted` instead.
         """
