@@ -58,14 +58,15 @@ class FetchTable(NamedTuple):
 def find_visits(order: UseOrder, streamed: Collection[int], trainable: Collection[int]) -> list[Visit]:
     """Return the visits of the ``streamed`` units in one cycle, in order; the ``trainable`` ones are among these."""
     found: list[Visit] = []
+    latest = -1
     for position, unit in enumerate(order.uses):
         if unit not in streamed:
             continue
-        end = order.end(position)
-        if found and found[-1].unit == unit and position not in order.updates:
-            found[-1] = Visit(found[-1].begin, max(end, found[-1].end), unit)
+        if unit == latest and position not in order.updates:
+            found[-1] = Visit(found[-1].begin, max(order.end(position), found[-1].end), unit)
         else:
-            found.append(Visit(position, end, unit))
+            found.append(Visit(position, order.end(position), unit))
+        latest = unit
     if not trainable or not order.updates:
         return found
     count, updates = len(order.uses), sorted(order.updates)
@@ -81,7 +82,7 @@ def find_visits(order: UseOrder, streamed: Collection[int], trainable: Collectio
 
 
 def required_fetches(
-    visits: Sequence[Visit], offsets: Mapping[int, int], sizes: Sequence[int], count: int
+    visits: Sequence[Visit], offsets: Mapping[int, int], sizes: Mapping[int, int], count: int
 ) -> list[Fetch]:
     """Return the fetches of one cycle of ``count`` positions by need, each at its earliest moment.
 
@@ -111,14 +112,14 @@ def required_fetches(
             if base:
                 moment = 2 * (read - count) + 1
                 found.append(Fetch(begin, moment if update is None else max(moment, 2 * update), unit))
-            rows = [(offset, unit, base + last)]
-            if starts[first] < offset:
-                rows.insert(0, (starts[first], owners[first], reads[first]))
+            # The segment before the place keeps what the place leaves of it, and so does the one behind.
+            cut = first + (starts[first] < offset)
             if end < (starts[behind] if behind < segments else high):
-                rows.append((end, owners[behind - 1], reads[behind - 1]))
-            starts[first:behind] = [row[0] for row in rows]
-            owners[first:behind] = [row[1] for row in rows]
-            reads[first:behind] = [row[2] for row in rows]
+                starts[cut:behind] = offset, end
+                owners[cut:behind] = unit, owners[behind - 1]
+                reads[cut:behind] = base + last, reads[behind - 1]
+            else:
+                starts[cut:behind], owners[cut:behind], reads[cut:behind] = (offset,), (unit,), (base + last,)
     return found
 
 

@@ -19,7 +19,7 @@ The module imports no torch and has no side effects.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 # Segments of the region, beginning behind the unit placed last, that are looked at for a new place. Twice as many make
@@ -32,17 +32,22 @@ NEVER = (
 )  # the time of a read that never was, before all times, or of a need that never comes, after all times
 
 
-def place_units(sequence: Sequence[int], sizes: Sequence[int], low: int, high: int) -> dict[int, int]:
+def place_units(
+    sequence: Sequence[int],
+    sizes: Mapping[int, int],
+    room: tuple[int, int],
+    placed: Mapping[int, int] | None = None,
+) -> dict[int, int]:
     """Return the offset of each unit of ``sequence``, which is used in that order, cyclically.
 
-    ``sizes``: bytes by unit, multiples of `ALIGN`. All offsets lie between ``low`` and ``high``, and the largest unit
-    must fit there.
+    ``sizes``: bytes by unit, multiples of `ALIGN`. ``room``: the first byte for them in the region, and the end; the
+    largest unit must fit there. ``placed``: units that have a place already.
     """
-    count, distinct = len(sequence), len(set(sequence))
+    (low, high), count, distinct = room, len(sequence), len(set(sequence))
     clock = [0, *accumulate(sizes[unit] for unit in sequence)]
     next_use = next_uses(sequence)
     segments = _Segments(low, high)
-    offsets: dict[int, int] = {}
+    offsets = {unit: placed[unit] for unit in set(sequence) if unit in placed} if placed else {}
     behind = low
     for index, unit in enumerate(sequence):
         nbytes = sizes[unit]
@@ -99,15 +104,14 @@ class _Segments:
         starts = self.starts
         first, behind = bisect_right(starts, offset) - 1, bisect_left(starts, end)
         old_end = starts[behind] if behind < len(starts) else self.high
-        rows = [(offset, read, needed)]
         # What the use leaves of the first and of the last segment that it touches keeps its times.
-        if starts[first] < offset:
-            rows.insert(0, (starts[first], self.read[first], self.needed[first]))
+        cut = first + (starts[first] < offset)
         if end < old_end:
-            rows.append((end, self.read[behind - 1], self.needed[behind - 1]))
-        starts[first:behind] = [row[0] for row in rows]
-        self.read[first:behind] = [row[1] for row in rows]
-        self.needed[first:behind] = [row[2] for row in rows]
+            starts[cut:behind] = offset, end
+            self.read[cut:behind] = read, self.read[behind - 1]
+            self.needed[cut:behind] = needed, self.needed[behind - 1]
+        else:
+            starts[cut:behind], self.read[cut:behind], self.needed[cut:behind] = (offset,), (read,), (needed,)
 
     def candidates(self, nbytes: int, behind: int) -> list[int]:
         """Return offsets to try for ``nbytes`` bytes: at edges of segments, those behind ``behind`` first."""

@@ -2,9 +2,9 @@
 
 The units that stay are a prefix of the permutation, whatever the capacity. So under two capacities one of the two sets
 contains the other, and a change of capacity moves no unit that may stay. Bit reversal spreads every prefix evenly over
-the order of use, so that each fetch has about the same computing to hide behind. Sizes and times do not matter for
-the permutation: neither the largest units first nor a spread by bytes or by numbers of uses gave shorter predicted
-cycles (mean of 240 cases; the rare worst ones were longer).
+the order of use, so that each fetch has about the same computing to hide behind. Sizes, times and
+numbers of uses have no part in it: in 240 random cases the largest units first, a spread by bytes, and the most used
+units first changed the mean of the predicted seconds by less than 0.5 %, and made the worst cases worse.
 
 A unit whose uses contain uses of others comes first: while it is in use the region has less space for these. All units
 of this kind stay, or none.
@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .residency import SMALL_UNIT, round_up
+from ..common.errors import BudgetError
+from ..common.sizes import format_size
+from .residency import GRAIN, SMALL_UNIT, round_up
 from .schedule import UnitCost, UseOrder, slot_bytes
 
 
@@ -83,3 +85,22 @@ def enclosing_zone(order: UseOrder, streamed: Sequence[int], units: Sequence[Uni
             end += slot_bytes(units[unit].nbytes)
     nbytes = max((offset + slot_bytes(units[unit].nbytes) for unit, offset in offsets.items()), default=0)
     return Zone(offsets, nbytes)
+
+
+def least_capacity(order: UseOrder, units: Sequence[UnitCost], grain: int = GRAIN) -> int:
+    """Return the least capacity in bytes with which ``order`` can run: all units, or those in use at the same time."""
+    used = sorted(set(order.uses))
+    single = max((slot_bytes(units[unit].nbytes) for unit in used if unit not in order.enclosing), default=0)
+    at_once = round_up(enclosing_zone(order, used, units).nbytes + single, grain)
+    return min(at_once, prefix_costs(range(len(units)), units, grain)[-1])
+
+
+def refuse_too_little(order: UseOrder, units: Sequence[UnitCost], capacity: int, grain: int) -> None:
+    """Raise BudgetError, with the least capacity that works, if ``order`` cannot run in ``capacity`` bytes."""
+    least = least_capacity(order, units, grain)
+    if capacity < least:
+        raise BudgetError(
+            f"{format_size(capacity)} of device memory is too small: the units that are in use at the same time take "
+            f"{format_size(least)}; the least capacity that works is {least} bytes",
+            least,
+        )

@@ -10,7 +10,8 @@ from carom.core.plan.predict import Link
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import Times, UnitCost, UseOrder
 from carom.core.plan.schedule_check import check_schedule
-from carom.core.plan.schedule_maker import least_capacity, make_schedule
+from carom.core.plan.schedule_maker import make_schedule
+from carom.core.plan.schedule_residents import least_capacity
 from carom.core.plan.schedule_seconds import predict_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ def equal(order, count, slots, factor=1.0):
     return make_schedule(order, units, slots * SIZE, times_of(order, units, factor), ALIGN)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(problems())
 def test_every_schedule_keeps_every_rule(problem):
     schedule = make_schedule(*problem)
@@ -42,7 +43,7 @@ def test_the_same_problem_gives_the_same_schedule(problem):
     assert make_schedule(*problem) == make_schedule(*problem)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(problems(), st.floats(0, 1))
 def test_a_change_of_capacity_moves_no_unit_that_may_stay(problem, share):
     order, units, capacity, times, grain = problem
@@ -52,7 +53,7 @@ def test_a_change_of_capacity_moves_no_unit_that_may_stay(problem, share):
     assert residents <= other or other <= residents
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(problems())
 def test_the_least_capacity_works_and_one_byte_less_does_not(problem):
     order, units, _, times, grain = problem
@@ -63,7 +64,7 @@ def test_the_least_capacity_works_and_one_byte_less_does_not(problem):
     assert refused.value.least_bytes == least
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(2, 24), st.integers(1, 24))
 def test_a_loop_of_equal_units_takes_no_fewer_fetches_than_beladys_bound(count, slots):
     """A pass over n units in k slots that ends as it began misses n - k + 1 of them at least."""

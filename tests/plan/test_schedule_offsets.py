@@ -17,23 +17,23 @@ def overlap(offsets, sizes, first, second):
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(sizes_lists, st.data())
 def test_every_unit_gets_one_aligned_place_inside_the_region(sizes, data):
     sequence = data.draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, max_size=40))
     low = data.draw(st.integers(0, 4)) * ALIGN
     high = low + max(sizes[unit] for unit in sequence) + data.draw(st.integers(0, 30)) * ALIGN
-    offsets = place_units(sequence, sizes, low, high)
+    offsets = place_units(sequence, sizes, (low, high))
     assert offsets.keys() == set(sequence)
     assert all(low <= offset and offset + sizes[unit] <= high for unit, offset in offsets.items())
     assert all(offset % ALIGN == 0 for offset in offsets.values())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(sizes_lists)
 def test_a_unit_fits_beside_the_one_before_it_unless_the_cycle_ends_soon(sizes):
     longer = sizes * 5
-    offsets = place_units(range(len(longer)), longer, 0, 2 * max(sizes))
+    offsets = place_units(range(len(longer)), longer, (0, 2 * max(sizes)))
     for unit in range(3 * len(sizes)):
         assert not overlap(offsets, longer, unit, unit + 1)
 
@@ -42,7 +42,7 @@ def test_a_unit_fits_beside_the_one_before_it_unless_the_cycle_ends_soon(sizes):
 @pytest.mark.parametrize("rounds", [2, 5])
 def test_units_of_one_size_go_round_as_in_a_ring(slots, rounds):
     count, size = slots * rounds, 4 * ALIGN
-    offsets = place_units(range(count), [size] * count, 0, slots * size)
+    offsets = place_units(range(count), [size] * count, (0, slots * size))
     # Each unit overwrites the one that was used longest ago, across the end of the cycle too.
     for unit in range(count):
         assert offsets[unit] == offsets[(unit + slots) % count]
@@ -52,7 +52,7 @@ def test_units_of_one_size_go_round_as_in_a_ring(slots, rounds):
 def test_what_is_used_again_soon_is_not_overlapped():
     """In an order of there and back the last units before the turn lie apart, so none of them is fetched again."""
     size, sequence = 4 * ALIGN, [0, 1, 2, 3, 4, 5, 4, 3, 2, 1]
-    offsets = place_units(sequence, [size] * 6, 0, 3 * size)
+    offsets = place_units(sequence, [size] * 6, (0, 3 * size))
     assert len({offsets[unit] for unit in (3, 4, 5)}) == 3
 
 

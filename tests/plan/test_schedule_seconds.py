@@ -27,7 +27,7 @@ def seconds(schedule, compute, link=LINK, **more):
     return predict_schedule(schedule, Times(link, [compute] * len(schedule.order.uses), **more)).seconds
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(problems())
 def test_a_cycle_takes_no_less_than_its_computing_its_copies_and_its_host(problem):
     order, units, capacity, times, grain = problem

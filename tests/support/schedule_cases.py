@@ -5,8 +5,7 @@ from __future__ import annotations
 from carom.core.plan.predict import Link, Workload
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import Schedule, Times, UnitCost, UseOrder, Way
-from carom.core.plan.schedule_maker import least_capacity
-from carom.core.plan.schedule_residents import prefix_costs
+from carom.core.plan.schedule_residents import least_capacity, prefix_costs
 from hypothesis import strategies as st
 
 RATE = 1e9

@@ -1,0 +1,105 @@
+"""Places of units for an order with phases: each phase keeps its own units in the region while it lasts.
+
+A phase is a stretch of the order in which some units are used again and again, such as the denoising steps of one model
+in a prompt. Its units are worth a place of their own in the region only during the phase. So the units of each phase are
+laid out as if the region were theirs: as many as fit lie side by side and are fetched once, at the begin of the phase,
+and the rest streams through a window beside them. What the next phase lays over them is fetched again in the next cycle.
+
+Two layouts are made of which the simulation takes the better one. In the first, every second phase begins at the other
+end of the region, so that phases which do not fill the region overlap as little as possible, and what does not overlap
+stays over all phases. In the second, all phases begin at the same end. There the units of a phase lie, in order of use,
+over those of the phase before, in their order of use, so that fetches begin early in the last pass of that phase.
+
+The module imports no torch and has no side effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .schedule import UseOrder
+from .schedule_fetches import Visit
+from .schedule_offsets import place_units
+from .schedule_residents import bit_reversed
+
+
+class PhaseLayout(NamedTuple):
+    """``window``: bytes of the window of a phase in multiples of the largest unit in it; ``alternates``: whether every
+    second phase begins at the other end of the region.
+    """
+
+    window: float
+    alternates: bool
+
+
+def place_by_phase(
+    order: UseOrder,
+    visits: Sequence[Visit],
+    sizes: Mapping[int, int],
+    room: tuple[int, int],
+    layout: PhaseLayout,
+) -> dict[int, int]:
+    """Return the offset of each unit of ``visits``.
+
+    ``sizes``: bytes by unit. ``room``: the first byte of the region for them, and its end; multiples of `ALIGN`.
+    """
+    low, high = room
+    offsets: dict[int, int] = {}
+    for index, sequence in enumerate(_sequences(order, visits)):
+        new = [unit for unit in dict.fromkeys(sequence) if unit not in offsets]
+        if not new:
+            continue
+        if len(new) < len(set(sequence)):
+            # Others have their places from an earlier phase, and lie anywhere.
+            offsets.update(place_units(sequence, sizes, room, offsets))
+            continue
+        kept = _kept_units(sequence, new, sizes, high - low, layout.window)
+        places, end = dict[int, int](), low
+        for unit in new:
+            if unit in kept:
+                places[unit] = end
+                end += sizes[unit]
+        places.update(place_units([unit for unit in sequence if unit not in kept], sizes, (end, high)))
+        if layout.alternates and index % 2:
+            places = {unit: low + high - offset - sizes[unit] for unit, offset in places.items()}
+        offsets.update(places)
+    return offsets
+
+
+def _sequences(order: UseOrder, visits: Sequence[Visit]) -> list[list[int]]:
+    """Return the units of ``visits`` by phase."""
+    found: list[list[int]] = [[] for _ in order.phases]
+    phase = 0
+    for visit in visits:
+        while phase + 1 < len(order.phases) and order.phases[phase + 1] <= visit.begin:
+            phase += 1
+        found[phase].append(visit.unit)
+    return found
+
+
+def _kept_units(
+    sequence: Sequence[int], units: Sequence[int], sizes: Mapping[int, int], nbytes: int, window: float
+) -> set[int]:
+    """Return those of ``units`` that lie side by side in ``nbytes`` bytes while the phase lasts.
+
+    They leave a window of ``window`` times the largest other unit. All units stay if they fit. None does if
+    ``sequence`` uses each unit once only, because nothing is gained by that.
+    """
+    if sum(sizes[unit] for unit in units) <= nbytes:
+        return set(units)
+    if len(sequence) == len(units):
+        return set()
+    permutation = [units[index] for index in bit_reversed(len(units))]
+    largest = [0]
+    for unit in reversed(permutation):
+        largest.append(max(largest[-1], sizes[unit]))
+    largest.reverse()
+    kept, taken = 0, 0
+    for length, unit in enumerate(permutation, 1):
+        taken += sizes[unit]
+        if taken + int(window * largest[length]) <= nbytes:
+            kept = length
+        elif taken > nbytes:
+            break
+    return set(permutation[:kept])
