@@ -93,12 +93,12 @@ def test_later_inference_keeps_the_layout_for_training():
     net = unfrozen()
     with stream(net) as session:
         net(inputs()).float().square().mean().backward()
-        arrangement = inside(session).arrangement
+        arrangement, plan = inside(session).arrangement, session.plan
         for _ in range(2):
             with torch.no_grad():
                 net(inputs())
             net(inputs()).float().square().mean().backward()
-        assert inside(session).arrangement is arrangement
+        assert inside(session).arrangement is arrangement and session.plan is plan
 
 
 def test_trainable_weights_that_are_streamed_on_request_are_never_packed():
