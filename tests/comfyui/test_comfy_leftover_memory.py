@@ -13,7 +13,6 @@ from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
 from carom.core.host.arena import HostArena
 from carom.core.session import rule_planner
-from carom.core.session.layout_manager import LayoutManager
 from carom.core.session.policies import raise_budget
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
 from carom.nodes import leftover_memory, node_settings, opening
@@ -24,6 +23,7 @@ from tests_comfy_stand_in import installed
 from tests_inside import inside
 from tests_limits import units_apart_from
 from tests_uneven import Block
+from tests_watch import watch_changes
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -266,18 +266,9 @@ def test_what_a_partial_unload_left_is_what_a_pass_goes_back_to(comfy, monkeypat
     assert inside(card.carom.session).raise_budget.base == card.carom.session.vram
 
 
-def layouts(card: Card, monkeypatch: Any) -> list:
-    found: list = []
-    change = LayoutManager.change
-    monkeypatch.setattr(
-        LayoutManager, "change", lambda self, *a, **k: (found.append(1), change(self, *a, **k))[1]
-    )
-    return found
-
-
 def test_an_image_made_twice_the_second_time_larger_costs_no_layout_each_time(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    laid_out = layouts(card, monkeypatch)
+    laid_out = watch_changes(monkeypatch)
     for turn in range(8):
         if turn == 4:
             laid_out.clear()
@@ -292,7 +283,7 @@ def test_what_is_asked_back_because_it_was_taken_and_a_little_more_is_not_taken_
     card = Card(monkeypatch, comfy)
     card.run()
     wanted = card.free + LAYER // 2  # by a VAE, say: the budget would not rise again after that
-    laid_out = layouts(card, monkeypatch)
+    laid_out = watch_changes(monkeypatch)
     for turn in range(8):
         if turn == 4:
             laid_out.clear()

@@ -14,6 +14,7 @@ from carom.core.session.policies.replan import FIRST
 from carom.core.streaming import pass_retry as again
 from tests_inside import inside
 from tests_uneven import Net, device, size, step, uneven
+from tests_watch import watch_changes
 
 TOTAL = 6 * GIB
 HEADROOM = LEAVES.of(TOTAL)
@@ -163,10 +164,7 @@ def test_room_that_shows_before_a_layout_has_paid_for_itself_is_taken_with_it(mo
         for _ in range(FIRST + 4):
             step(net, False)
         session.follow_room()
-        laid_out, change = [], inside(session).manager.change
-        monkeypatch.setattr(
-            inside(session).manager, "change", lambda *a, **how: (laid_out.append(1), change(*a, **how))[1]
-        )
+        laid_out = watch_changes(monkeypatch)
         for _ in range(60):
             step(net, False)
         assert session.vram > vram and laid_out == [1]
@@ -408,10 +406,7 @@ def test_passes_that_could_not_run_again_do_not_cost_a_layout_each_time(monkeypa
     net, device, vram = card(0.25)
     with carom.stream(net, device=device, vram=vram, granularity="block") as session:
         grown(session, net)
-        more, laid_out, change = session.vram, [], inside(session).manager.change
-        monkeypatch.setattr(
-            inside(session).manager, "change", lambda *a, **how: (laid_out.append(1), change(*a, **how))[1]
-        )
+        more, laid_out = session.vram, watch_changes(monkeypatch)
         for turn in range(20):  # prompts with a ControlNet's objects, and without
             session.follow_room(vram, given=lambda a, k, odd=turn % 2: ((*a, Odd()) if odd else a, k))
             session.expect_anew()

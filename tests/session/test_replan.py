@@ -23,6 +23,7 @@ from carom.core.session.policies.replan import Replan
 from tests_inside import inside
 from tests_pairwise import pairwise
 from tests_uneven import Net, device, size, step
+from tests_watch import watch_changes
 from torch import nn
 
 
@@ -70,15 +71,12 @@ def run(net):
 
 def test_a_session_takes_a_faster_layout_by_itself_once_it_has_paid_for_itself(monkeypatch):
     net, stream = computing_binds()
-    expected, moved, count = run(net), [], 0
-    change = LayoutManager.change
-    monkeypatch.setattr(
-        LayoutManager, "change", lambda self, *a, **how: (moved.append(count), change(self, *a, **how))[1]
-    )
+    expected, count = run(net), 0
+    moved = watch_changes(monkeypatch, lambda: count)
     with stream() as session:
         advised, advise = [], Replan._advise
         monkeypatch.setattr(Replan, "_advise", lambda *a: (advised.append(advise(*a)), advised[-1])[1])
-        for count in range(40):  # noqa: B007 - `change` reads it
+        for count in range(40):  # noqa: B007 - `moved` gets it
             assert torch.equal(run(net), expected)
         assert moved == [max(moved)], "once, and only once"
         assert moved[0] >= advised[0].steps > 6

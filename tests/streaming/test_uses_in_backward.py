@@ -5,9 +5,9 @@ from __future__ import annotations
 import carom
 import pytest
 import torch
-from carom.core.streaming.streamer import Streamer
 from tests_harness import on_simulated_devices
 from tests_inside import inside
+from tests_watch import watch_uses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,19 +64,14 @@ def streamed(model: Model, device, slots: int) -> carom.Session:
 @on_simulated_devices
 def test_a_recomputation_and_its_gradients_are_one_use(device, monkeypatch):
     torch.manual_seed(0)
-    model, released, release = Model(Linear), [], Streamer.release
-    monkeypatch.setattr(
-        Streamer,
-        "release",
-        lambda self, slot, *on: (released.append(slot.unit.name), release(self, slot, *on)),
-    )
+    model, uses = Model(Linear), watch_uses(monkeypatch)
     with streamed(model, device, 3) as session:
         gradients(model, 4)
-        released.clear()
+        uses.clear()
         gradients(model, 1)
         names = [unit.name for unit in inside(session).streamed]
     assert len(names) == BLOCKS
-    assert released == [*names, *reversed(names)]
+    assert [name for what, name in uses if what == "end"] == [*names, *reversed(names)]
 
 
 @on_simulated_devices
@@ -94,13 +89,7 @@ def test_a_recomputed_unit_that_no_gradient_asks_for_is_let_go(device, slots):
 @on_simulated_devices
 def test_the_slot_of_a_use_that_ended_is_filled_before_the_next_unit_is_recomputed(device, monkeypatch):
     torch.manual_seed(0)
-    model, events = Model(Linear), []
-    fill, again = Streamer.fill, Linear.forward
-    monkeypatch.setattr(
-        Streamer,
-        "fill",
-        lambda self, unit, *rest: (events.append(("fill", unit.name)), fill(self, unit, *rest))[1],
-    )
+    model, events, again = Model(Linear), watch_uses(monkeypatch), Linear.forward
     monkeypatch.setattr(Linear, "forward", lambda self, x: (events.append(("run", "")), again(self, x))[1])
     with streamed(model, device, 2):
         gradients(model, 4)
@@ -109,4 +98,4 @@ def test_the_slot_of_a_use_that_ended_is_filled_before_the_next_unit_is_recomput
     backward = events[[kind for kind, _ in events].index("run", 0) :]
     runs = [place for place, (kind, _) in enumerate(backward) if kind == "run"][BLOCKS:]
     # Blocks 5 and 4 are there at the turn; when 4 is recomputed, 3 is on its way to where 5 was.
-    assert ("fill", "blocks.3") in backward[runs[0] : runs[1]]
+    assert ("fetch", "blocks.3") in backward[runs[0] : runs[1]]
