@@ -472,8 +472,8 @@ def test_thawed_weights_get_gradients(device):
 def test_discarding_leaves_on_the_device_what_lies_there_and_ends_the_rest(device):
     model = frozen()
     session = carom.stream(model, device=device, vram=harness.some_vram(model, device, 0.5))
-    streams = {id(owner.tensor) for unit in inside(session).placement.streamed for owner in unit.homes}
-    there = {name: p.data_ptr() for name, p in model.named_parameters() if id(p) not in streams}
+    streams = {name for unit in inside(session).streamed for name in unit.weights}
+    there = {name: p.data_ptr() for name, p in model.named_parameters() if name not in streams}
     assert there and streams
     session.close(discard=True)
     after = dict(model.named_parameters())

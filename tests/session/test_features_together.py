@@ -231,11 +231,7 @@ def test_a_gradient_goes_home_with_a_tensor_that_leaves_for_its_block(monkeypatc
 
         monkeypatch.setattr(DeviceTensors, "_return_to_origin", brings)
         session.set_budget(vram=int(0.3 * size(net)))
-        now = {
-            id(unit_tensor.tensor)
-            for u in inside(session).placement.streamed
-            for unit_tensor in u.unit.entries
-        }
+        now = {id(net.get_parameter(name)) for unit in inside(session).streamed for name in unit.weights}
         left = [tensor for tensor in tensors if id(tensor) in now]
         assert left and {id(t) for t in left} <= {id(t) for t in home}
 

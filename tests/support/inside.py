@@ -11,7 +11,7 @@ go together with the object. Uses of `inside(session)` when `Answers` was made (
 |---|---|---|---|
 | `engine` and what it counts | 143, 31 | session 48, budget 35, streaming 25, device 17, placement 11 | the same |
 | `held_bytes`, `promised_bytes`, `least_bytes`, `ram` | 107, 21 | budget 40, session 34, streaming 14, device 9 | the same |
-| `placement.streamed` | 99, 45 | placement 42, session 15, model 11, streaming 11 | `streamed`: 79. 20 stay: they take backings |
+| `placement.streamed` | 99, 45 | placement 42, session 15, model 11, streaming 11 | `streamed`: 81. 18 stay: they take backings |
 | `ledger`, `mates`, `governor`, policies | 86, 24 | budget 48, session 21 | stay until the Governor replaces them |
 | `streamer` | 68, 29 | streaming 26, session 15, placement 10 | `slots`, `surprises`, `arrangement` and others: 43. 25 stay: tests of its parts |
 | `arena`, `carving`, `vram`, `layout` | 60, 27 | session 27, budget 13, placement 12 | `pinned_bytes`, `units`, `capacity`, `resident_names`: 52 |
