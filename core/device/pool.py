@@ -128,8 +128,8 @@ class Pool:
     # -- a use
 
     def enter(self, unit: SlotUnit, version: int, user: User) -> Slot | None:
-        """Let ``user`` read ``unit`` on its stream, the current one. Returns the unit's slot, or None if ``version`` of the
-        unit is not on the device. The user then calls `leave`.
+        """Let ``user`` read ``unit`` on its stream, the current one. Returns the unit's slot, or None if ``version`` of
+        the unit is not on the device. The user then calls `leave` once; a use inside a use of the same unit is another user's.
         """
         slot = self._last.get(unit)
         if slot is None:
@@ -239,7 +239,7 @@ class Pool:
         """Give up ``units``, except those that are in use, held or being filled; return the bytes of memory given back.
 
         Memory that was reserved for a dropped unit is given back as soon as no other unit of its chunk is left. Waits for
-        the device if there is any. Must be called outside passes.
+        the device if there is any. Must be called outside passes, or to reclaim memory.
         """
         chunks: set[Chunk] = set()
         for slot in self.memory.slots():

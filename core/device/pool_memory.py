@@ -2,7 +2,7 @@
 
 A unit is a group of weights that cross to the device together. A slot is the range of device memory that holds a unit.
 A chunk is one allocation. The first chunk is the *region*, through which streamed units pass. Each cached unit of 10 MiB
-or more has a chunk of its own, and smaller ones share chunks: torch serves smaller allocations from segments that many
+or more has a chunk of its own, and smaller ones share one: torch serves smaller allocations from segments that many
 tensors share, which could not be given back. `Pool` (pool.py) decides when memory comes and goes; nothing here reads or
 changes a slot's state.
 """
@@ -114,11 +114,12 @@ class PoolMemory:
         return self.make_slot(unit, *place)
 
     def reserve(self, units: Sequence[SlotUnit]) -> list[Slot]:
-        """Allocate memory for ``units``, which are to be cached, and return their slots. The last are given up first.
+        """Allocate memory for ``units``, which are to be cached, and return their slots in this order.
 
-        All memory is allocated or none. Raises torch.OutOfMemoryError. Must be called outside passes.
+        `Pool.fault` gives the last ones up first, small ones before large ones. All memory is allocated or none. Waits for
+        the device. Raises torch.OutOfMemoryError. Must be called outside passes.
         """
-        found: list[Slot] = []
+        found: dict[SlotUnit, Slot] = {}
         chunks: list[Chunk] = []
         try:
             for group in _groups(units):
@@ -127,14 +128,14 @@ class PoolMemory:
                 for unit in group:
                     slot = self.make_slot(unit, chunk, offset)
                     chunk.extents += (Extent(offset, slot.end, slot),)
-                    found.append(slot)
+                    found[unit] = slot
                     offset += round_up(unit.nbytes, ALIGN)
         except BaseException:
             self.give_back(chunks)  # the error's traceback refers to them
             raise
         self._engine.synchronize()  # P7
         self.chunks = (*self.chunks, *chunks)
-        return found
+        return [found[unit] for unit in units]
 
     def add_chunk(self, nbytes: int) -> None:
         """Allocate a chunk of ``nbytes`` beside those of cached units. Waits for the device."""
@@ -171,21 +172,11 @@ class PoolMemory:
         return Chunk(self._source.allocate(nbytes))
 
 
-def _groups(units: Sequence[SlotUnit]) -> Iterator[list[SlotUnit]]:
-    """Return the units of each chunk: large units alone, small ones together until they are as large.
+def _groups(units: Sequence[SlotUnit]) -> list[list[SlotUnit]]:
+    """Return the units of each chunk: large units alone, and all small ones together.
 
-    Neighbours share a chunk, because they are given up one after the other.
+    One chunk for all small ones takes the bytes that `resident_cost` counts for them. With several, each would be rounded
+    up, and the units would take more than the plan says.
     """
-    small: list[SlotUnit] = []
-    total = 0
-    for unit in units:
-        if unit.nbytes >= OWN_CHUNK:
-            yield [unit]
-            continue
-        small.append(unit)
-        total += unit.nbytes
-        if total >= OWN_CHUNK:
-            yield small
-            small, total = [], 0
-    if small:
-        yield small
+    small = [unit for unit in units if unit.nbytes < OWN_CHUNK]
+    return [[unit] for unit in units if unit.nbytes >= OWN_CHUNK] + ([small] if small else [])

@@ -16,6 +16,9 @@ from .places import Extents, extents_over, find_offset, put_slot
 from .pool_memory import Chunk, Place, PoolMemory
 from .slot import Slot, SlotState, SlotUnit
 
+# Returns how many cached bytes are lost with a slot, None for a slot that has to stay. No slot: a unit of the same fault.
+Loss = Callable[[Slot | None], int | None]
+
 
 def bytes_for(units: Sequence[SlotUnit]) -> int:
     """Return the bytes in which ``units`` fit side by side."""
@@ -32,6 +35,18 @@ def find_places(
     cached bytes are overwritten; then the cached units that are to be given up first.
     """
     loss = _loss_beside(stay)
+
+    def any_loss(slot: Slot | None) -> int | None:
+        return None if loss(slot) is None else 0
+
+    # The cheapest places may leave gaps between them that are too small. Then side by side, from the lowest offset on.
+    return _pack(memory, units, last, loss) or _pack(memory, units, {}, any_loss)
+
+
+def _pack(
+    memory: PoolMemory, units: Sequence[SlotUnit], last: Mapping[SlotUnit, Slot], loss: Loss
+) -> dict[SlotUnit, Place] | None:
+    """Return a place for each of ``units``, one after the other; None if one of them finds none."""
     left: dict[Chunk, Extents] = {}
     found: dict[SlotUnit, Place] = {}
     # The largest unit first: it fits into the fewest places.
@@ -46,7 +61,7 @@ def find_places(
     return found
 
 
-def _loss_beside(stay: Collection[Slot]) -> Callable[[Slot | None], int | None]:
+def _loss_beside(stay: Collection[Slot]) -> Loss:
     """Return the function that tells how many cached bytes are lost with a slot; None for a slot that has to stay."""
 
     def loss(slot: Slot | None) -> int | None:
@@ -60,10 +75,7 @@ def _loss_beside(stay: Collection[Slot]) -> Callable[[Slot | None], int | None]:
 
 
 def _last_place(
-    unit: SlotUnit,
-    last: Mapping[SlotUnit, Slot],
-    left: Mapping[Chunk, Extents],
-    loss: Callable[[Slot | None], int | None],
+    unit: SlotUnit, last: Mapping[SlotUnit, Slot], left: Mapping[Chunk, Extents], loss: Loss
 ) -> Place | None:
     """Return the place of the unit's last slot, None if it cannot be used now."""
     slot = last.get(unit)
@@ -73,12 +85,7 @@ def _last_place(
     return Place(slot.chunk, slot.offset) if all(loss(extent.slot) is not None for extent in over) else None
 
 
-def _best_place(
-    memory: PoolMemory,
-    nbytes: int,
-    left: Mapping[Chunk, Extents],
-    loss: Callable[[Slot | None], int | None],
-) -> Place | None:
+def _best_place(memory: PoolMemory, nbytes: int, left: Mapping[Chunk, Extents], loss: Loss) -> Place | None:
     """Return the best place of ``nbytes``, None if there is none."""
     region, *cached = memory.chunks
     for chunk in (region, *reversed(cached)):

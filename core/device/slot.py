@@ -66,7 +66,7 @@ NEXT: Mapping[SlotState, _Following] = {
 
 
 class User:
-    """One use of slots at a time, by one thread on one stream. Users are compared by identity.
+    """Who uses slots: one thread on one stream, at one depth of nested uses. Users are compared by identity.
 
     ``thread``: the id of the thread, which `Pool.abandon` is given. ``stream``: the stream whose kernels read the slots.
     """

@@ -14,9 +14,11 @@ import torch
 from carom.core.common.errors import BrokenRuleError, BudgetError, CaromError
 from carom.core.device import places, pool, pool_memory, pool_room, slot_wait
 from carom.core.device import slot as slot_file
+from carom.core.device.cpu_engine import PlainEngine
 from carom.core.device.simulated import SimulatedEngine, SimulatedRaceError
 from carom.core.device.slot import NEXT, SlotState
 from carom.core.plan.region import ALIGN
+from carom.core.plan.residency import resident_cost
 from tests_pool_bench import TIMINGS, Bench, in_threads
 
 pytestmark = pytest.mark.timeout(30)
@@ -236,14 +238,25 @@ def small_chunks(monkeypatch):
 
 def test_large_cached_units_have_memory_of_their_own_and_small_ones_share(small_chunks):
     bench = make_bench(1)
-    large, first, second, third = bench.make_cached(3 * UNIT, UNIT, UNIT, UNIT)
-    assert bench.memory.nbytes == 7 * UNIT == bench.engine.allocated
+    first, large, second = bench.make_cached(UNIT, 3 * UNIT, UNIT)
+    assert bench.memory.nbytes == 6 * UNIT == bench.engine.allocated
     assert bench.pool.drop_units([first.unit]) == 0, "its neighbour lies beside it"
     assert bench.pool.drop_units([large.unit]) == 3 * UNIT
-    assert bench.pool.drop_units([second.unit]) == 2 * UNIT
-    assert bench.engine.allocated == bench.memory.nbytes == 2 * UNIT
-    assert not bench.use(large.unit) and bench.use(third.unit)
+    assert bench.engine.allocated == bench.memory.nbytes == 3 * UNIT
+    assert not bench.use(large.unit) and bench.use(second.unit)
     assert not bench.fetch(large), "its memory was given back"
+    assert large.views is None and large.base.numel() == 0, "nothing keeps the memory"
+    assert bench.pool.drop_units([second.unit]) == 2 * UNIT
+
+
+@pytest.mark.parametrize("grain", [ALIGN, 4 * ALIGN])
+def test_cached_units_take_the_bytes_that_plans_count(monkeypatch, grain):
+    """Plans count a buffer for each unit of `SMALL_UNIT` and more, and one for all smaller ones."""
+    monkeypatch.setattr(SimulatedEngine, "grain", grain)
+    bench = make_bench(0)
+    sizes = [5 * ALIGN, 12 << 20, 7 * ALIGN, (10 << 20) + ALIGN, ALIGN]
+    bench.make_cached(*sizes)
+    assert bench.memory.nbytes == resident_cost(sizes, grain)
 
 
 def test_units_of_ten_mebibytes_are_large():
@@ -428,6 +441,17 @@ def test_a_fault_does_not_overwrite_units_of_its_own():
     assert slots[0] is a and bench.copies == 3
 
 
+def test_a_fault_moves_units_together_where_their_last_places_leave_gaps():
+    bench = Bench(4 * UNIT)
+    a, b = (bench.make_slot(bench.make_unit(2 * UNIT), UNIT) for _ in range(2))
+    bench.fetch(a), bench.fetch(b)
+    slots, user = bench.fault(a.unit, bench.make_unit(2 * UNIT))
+    for slot in slots:
+        bench.read(slot)
+        bench.pool.leave(slot, user)
+    assert {slot.offset for slot in slots} == {0, 2 * UNIT}
+
+
 def test_a_fault_gives_up_a_cached_unit_where_the_region_is_in_use(small_chunks):
     bench = make_bench(1)
     first, last = bench.make_cached(2 * UNIT, 2 * UNIT)
@@ -584,6 +608,18 @@ def test_a_thread_that_waits_goes_on_when_another_is_abandoned():
     assert not thread.is_alive() and not errors and len(found) == 1
 
 
+def test_a_thread_does_not_wait_for_views_where_none_is_kept(monkeypatch):
+    monkeypatch.setattr(slot_wait, "_PATIENCE", 2.0)
+    bench = make_bench(2)
+    a, b = make_streamed(bench, 0, 1)
+    bench.fetch(a)
+    bench.others_active = True
+    began = time.monotonic()
+    with bench.using(a.unit), pytest.raises(BudgetError):
+        bench.fault(b.unit, bench.make_unit(UNIT))
+    assert time.monotonic() - began < 1
+
+
 @pytest.mark.parametrize("active", [True, False])
 def test_a_thread_waits_for_a_view_only_while_another_may_drop_it(monkeypatch, active):
     monkeypatch.setattr(slot_wait, "_PATIENCE", 0.3)
@@ -695,6 +731,25 @@ def test_a_step_that_the_table_does_not_have_is_refused_and_named():
 def test_every_state_can_be_left_and_reached():
     assert set(NEXT) == set(SlotState)
     assert all(NEXT.values()) and set().union(*NEXT.values()) == set(SlotState)
+
+
+# -- engines without streams
+
+
+def test_a_device_without_streams_is_served_the_same():
+    bench = Bench(2 * UNIT, engine=PlainEngine(torch.device("cpu")))
+    a, b = make_streamed(bench, 0, 0)
+    (c,) = bench.make_cached(UNIT)
+    for turn in (a, b, c, a):
+        bench.fetch(turn)
+        assert bench.use(turn.unit)
+    slots, user = bench.fault(a.unit, b.unit)
+    for each in slots:
+        bench.read(each)
+        bench.pool.leave(each, user)
+    bench.pool.abandon(user.thread)
+    assert bench.use(b.unit)
+    bench.pool.close()
 
 
 # -- host time

@@ -51,7 +51,7 @@ class Calls(RuleBasedStateMachine):
         self.streamed = [self.bench.make_unit(nbytes) for nbytes in sizes]
         self.cached = self.bench.make_cached(2 * UNIT, UNIT, UNIT + 100)
         self.uses = []  # (user, stream, slot, version)
-        self.held = []  # (slot, version)
+        self.held = []  # (slot, stream, version)
 
     def user(self, thread, stream):
         user = self.bench.make_user(stream)
@@ -97,14 +97,13 @@ class Calls(RuleBasedStateMachine):
             self.bench.read(slot, version)
             if keeps and slot.views is not None:
                 slot.views.kept = True
-                self.held.append((slot, version))
+                self.held.append((slot, stream, version))
             self.bench.pool.leave(slot, user, held=keeps and slot.views is not None)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
     def drop_a_view(self, which):
-        slot, version = self.held[which % len(self.held)]
-        self.bench.read(slot, version)
+        slot, _, _ = self.held[which % len(self.held)]
         self.held = [each for each in self.held if each[0] is not slot]
         slot.views.kept = False
 
@@ -130,7 +129,7 @@ class Calls(RuleBasedStateMachine):
     def drop(self, numbers):
         units = [self.bench.units[number] for number in numbers]
         self.bench.pool.drop_units(units)
-        busy = {slot.unit for _, _, slot, _ in self.uses} | {slot.unit for slot, _ in self.held}
+        busy = {slot.unit for _, _, slot, _ in self.uses} | {slot.unit for slot, _, _ in self.held}
         for unit in units:
             assert unit in busy or not self.bench.use(unit)
 
@@ -171,8 +170,9 @@ class Calls(RuleBasedStateMachine):
             assert user in slot.now.users
             with self.bench.device.stream(stream):
                 self.bench.read(slot, version)
-        for slot, version in getattr(self, "held", ()):
-            self.bench.read(slot, version)
+        for slot, stream, version in getattr(self, "held", ()):
+            with self.bench.device.stream(stream):  # another stream would not wait for the copy
+                self.bench.read(slot, version)
 
     def teardown(self):
         if hasattr(self, "bench"):

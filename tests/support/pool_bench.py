@@ -70,11 +70,20 @@ class Checked:
 
 
 class Bench:
-    """``region``: bytes of the region. The other arguments are those of the simulated device."""
+    """``region``: bytes of the region. ``engine``: another one than of the simulated device, to which the other
+    arguments belong.
+    """
 
-    def __init__(self, region: int, timing: str = "late", seed: int = 0, memory_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        region: int,
+        timing: str = "late",
+        seed: int = 0,
+        memory_bytes: int = 1 << 30,
+        engine: Any = None,
+    ) -> None:
         self.device = SimulatedDevice(timing=timing, seed=seed, memory_bytes=memory_bytes)
-        self.engine = SimulatedEngine(self.device)
+        self.engine = engine or SimulatedEngine(self.device)
         self.lock = threading.RLock()
         self.waiters = SlotWaiters(self.lock)
         self.others_active = False
