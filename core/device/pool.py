@@ -246,7 +246,7 @@ class Pool:
             if slot.unit not in units:
                 continue
             if slot.now.state is _HELD:
-                _end_hold(self._engine, slot, self._last.get(slot.unit) is slot)
+                _end_hold(self._engine, slot, looked_for=False)
             if slot.now.state is _CACHED:
                 _unmark(self._engine, slot)
             chunks.add(slot.chunk)

@@ -16,7 +16,7 @@ from carom.core.device import places, pool, pool_memory, pool_room, slot_wait
 from carom.core.device import slot as slot_file
 from carom.core.device.cpu_engine import PlainEngine
 from carom.core.device.simulated import SimulatedEngine, SimulatedRaceError
-from carom.core.device.slot import NEXT, SlotState
+from carom.core.device.slot import NEXT, SlotState, User
 from carom.core.plan.region import ALIGN
 from carom.core.plan.residency import resident_cost
 from tests_pool_bench import TIMINGS, Bench, in_threads
@@ -699,6 +699,16 @@ def test_views_that_an_interrupt_left_with_the_program_keep_their_place():
     assert bench.fetch(b)
 
 
+def test_a_use_of_a_slot_without_views_is_abandoned():
+    bench = make_bench(1)
+    (a,) = make_streamed(bench, 0)
+    bench.fetch(a)
+    a.views = None
+    bench.pool.enter(a.unit, 1, bench.make_user())
+    bench.pool.abandon(threading.get_ident())
+    assert bench.states() == {"u0": "CACHED 0"}
+
+
 def test_a_use_whose_event_cannot_be_recorded_goes_on_until_it_is_abandoned(monkeypatch):
     bench = make_bench(1)
     a, b = make_streamed(bench, 0, 0)
@@ -750,6 +760,58 @@ def test_a_device_without_streams_is_served_the_same():
     bench.pool.abandon(user.thread)
     assert bench.use(b.unit)
     bench.pool.close()
+
+
+# -- what the check finds
+
+
+def damage_record(**fields):
+    return lambda bench, a: setattr(a, "now", a.now._replace(**fields))
+
+
+def damage_extents(*extents):
+    return lambda bench, a: setattr(a.chunk, "extents", tuple(places.Extent(*each, a) for each in extents))
+
+
+USER = User(1, "stream")
+DAMAGE = {
+    "no extent of its own": ("P4", damage_extents()),
+    "a part of its bytes": ("P4", damage_extents((0, UNIT - 1))),
+    "extents that overlap": ("P4", damage_extents((0, UNIT), (UNIT - 1, 2 * UNIT))),
+    "an empty extent": ("P4", damage_extents((0, UNIT), (UNIT, UNIT))),
+    "bytes in use overwritten": ("P3", lambda bench, a: (make_used(bench, a), damage_extents()(bench, a))),
+    "lost bytes overwritten": ("P12", lambda bench, a: (damage_record(state=SlotState.LOST)(bench, a), damage_extents()(bench, a))),
+    "kept, and not held": ("P3", damage_record(held=True)),
+    "users, and not in use": ("P8", damage_record(users=frozenset({USER}))),
+    "in use by nobody": ("P8", damage_record(state=SlotState.IN_USE)),
+    "held by a user": ("P8", damage_record(state=SlotState.HELD, users=frozenset({USER}))),
+    "filled by nobody": ("P9", damage_record(state=SlotState.FILLING)),
+    "read without a wait": ("P5", damage_record(state=SlotState.IN_USE, users=frozenset({USER}))),
+    "read without an event": ("P1", damage_record(waited=frozenset({"stream"}))),
+    "no memory": ("P7", lambda bench, a: a.forget_memory()),
+    "memory of another place": ("P7", lambda bench, a: setattr(a, "base", a.base[1:])),
+    "beyond its chunk": ("P7", lambda bench, a: setattr(a.chunk, "nbytes", UNIT - 1)),
+    "not where its unit is looked for": ("P10", lambda bench, a: bench.raw._last.clear()),
+    "another unit's": ("P10", lambda bench, a: bench.raw._last.update({bench.make_unit(1): a})),
+    "of a chunk that is gone": ("P7", lambda bench, a: (setattr(bench.memory, "chunks", bench.memory.chunks[:0]), a.forget_memory())),
+}  # fmt: skip
+
+
+def make_used(bench, a):
+    bench.raw.enter(a.unit, 1, bench.make_user())
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_check_names_the_rule_that_is_broken(damage):
+    rule, make_damage = DAMAGE[damage]
+    bench = make_bench(2)
+    (a,) = make_streamed(bench, 0)
+    bench.fetch(a)
+    bench.raw.check()
+    make_damage(bench, a)
+    with pytest.raises(BrokenRuleError) as broken:
+        bench.raw.check()
+    assert broken.value.rule == rule
 
 
 # -- host time
