@@ -129,6 +129,12 @@ PARTS = (
         lambda cell: cell.kind == "predict",
         merged=True,
     ),
+    Part(
+        "Schedules",
+        "Predicted seconds of a cycle with the table of `make_schedule`, over those that are predicted with the plan and the "
+        "prefetcher of today's engine, in random cases. Both predictions are computed; nothing is run.",
+        lambda cell: cell.kind == "schedules",
+    ),
 )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ KINDS = (
     Kind("codec choice", _tool("codec_choice"), render_sessions.codec_choice_rows),
     Kind("host time", _tool("carom host time of two checkouts"), render_sessions.host_time_rows),
     Kind("host calls", _tool("carom host calls"), render_sessions.host_calls_rows),
+    Kind("schedules", _tool("carom schedules"), render_sessions.schedule_rows),
     Kind("streamed gradients", lambda r: _rows_with(r, "peak_mib"), render_sessions.gradient_rows),
     Kind("host samples", lambda r: "leases" in r, render_sessions.sample_rows),
 )  # fmt: skip

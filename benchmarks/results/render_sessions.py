@@ -134,6 +134,22 @@ def host_calls_rows(record: dict[str, Any]) -> list[Row]:
     ]
 
 
+def schedule_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a record of `schedules`: predicted seconds over those of today's plans, and seconds of tables."""
+    found = []
+    for words, key in (("units that cross raw", "figures"), ("units that may be packed", "packed_figures")):
+        for kind, one in record[key].items():
+            case = f"{kind}, {one['count']} random cases"
+            for metric, name in (("median", "median"), ("nine of ten", "nine_of_ten"), ("worst", "worst")):
+                found.append(
+                    Row(f"predicted seconds of a schedule, {words}", case, metric, "of today's", one[name])
+                )
+    for one in record["tables"]:
+        case = f"a table of {one['units']:,} units, {one['kind']}"
+        found.append(Row("making a table, on the CPU", case, "time", "ms", one["seconds"] * 1e3))
+    return found
+
+
 def gradient_rows(record: dict[str, Any]) -> list[Row]:
     """Return the rows of the record of device memory with streamed gradients, step by step."""
     return [

@@ -12,26 +12,34 @@ The module imports no torch and has no side effects.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .residency import GRAIN
-from .schedule import Schedule, Times, UnitCost, UseOrder
+from .schedule import Schedule, Times, UnitCost, UseOrder, Way
 from .schedule_layout import lay_out
 from .schedule_phases import PhaseLayout
 from .schedule_residents import refuse_too_little
 from .schedule_seconds import predict_schedule
 from .schedule_ways import Split, WayCosts, way_costs
 
-# Sizes of the region to try, in multiples of the largest unit that passes through it; None: the whole capacity. Where
-# the link binds, more lead is of no use, and each unit more that stays saves copies.
+# Sizes of the region to try, in multiples of the largest unit that passes through it; None: the whole capacity.
 FIRST_MULTIPLE = 2.0
+OTHER_MULTIPLES = (3.0, None, 1.5, 1.0)
+# In an order of more uses than this only two of them are tried, so that the table is made in time. Where the link binds,
+# more lead is of no use, and each unit more that stays saves copies.
+MANY_USES = 500
 LINK_BOUND_MULTIPLES = (None, 1.0)
-OTHER_MULTIPLES = (3.0, None)
+UNBOUND_MULTIPLES = (3.0, None)
 LINK_BINDS = 0.95  # the link binds a cycle if it is busy for more than this share of the cycle's seconds
-# Packed bytes wait for a staging buffer and not for a place, so that a region of one decoded unit may do.
-PACKED_MULTIPLES = (1.0, 2.0)
-# If the formula's seconds with packed units are below this share of those without, the latter are not simulated.
-SURE = 0.8
+# Regions to try with packed units, and whether what streams is packed, too. Packed bytes wait for a staging buffer and not
+# for a place, so a region of one decoded unit may do. Raw ones share the region with what is decoded, and need more.
+PACKED_REGIONS = ((1.0, True), (2.0, True), (3.0, False))
+# What exceeds the least seconds by more than this factor is not looked at further: splits with packed units by the formula,
+# and other regions with raw units by the first one's simulation. The formula does not know what the region keeps for
+# later uses, so with raw units only more than `FAR` counts.
+CLOSE, FAR = 1.2, 1.5
+# A window of two of the largest units beside those that a phase keeps, and both layouts.
 PHASE_LAYOUTS = (PhaseLayout(2.0, True), PhaseLayout(2.0, False))
 
 
@@ -52,24 +60,22 @@ def make_schedule(
     refuse_too_little(order, units, capacity, grain)
     search = _Search(costs, capacity)
     raw = costs.raw_split(capacity, FIRST_MULTIPLE)
-    packed = (
-        [costs.packed_split(capacity, multiple) for multiple in PACKED_MULTIPLES] if any(costs.packed) else []
-    )
-    packed_seconds = min(
-        (costs.seconds(split) for split in packed if split is not None), default=float("inf")
-    )
-    if packed_seconds >= SURE * costs.seconds(raw):
-        search.try_raw(raw)
-    packs = False
-    if packed_seconds < costs.seconds(raw):
-        for split in packed:
-            if split is not None:
-                search.try_split(split)
-                packs |= split.packs
+    packed = [costs.packed_split(capacity, *region) for region in PACKED_REGIONS if any(costs.packed)]
+    splits = [split for split in packed if split and costs.seconds(split) < costs.seconds(raw)]
+    least = min(map(costs.seconds, [raw, *splits]))
+    if costs.seconds(raw) < FAR * least:
+        search.try_split(raw)
+    for split in splits:
+        if costs.seconds(split) < CLOSE * least:
+            search.try_split(split)
+    search.try_raw_regions(raw)
+    assert search.best is not None, "the split of the least seconds was tried"
     if len(order.phases) > 1:
+        nothing = Split(0, 0, Way.STREAMED_PACKED in search.best.ways)
+        if not costs.leaves_region(nothing, capacity, 1.0):
+            nothing = Split(0, 0, False)
         for layout in PHASE_LAYOUTS:
-            search.try_split(Split(0, 0, packs), layout)
-    assert search.best is not None, "the empty prefix leaves the whole capacity as region, which suffices"
+            search.try_split(nothing, layout)
     return search.best
 
 
@@ -81,26 +87,29 @@ class _Search:
         self.best: Schedule | None = None
         self._seconds = float("inf")
         self._floor = sum(costs.times.compute) * (1 + 1e-9)
-        self._tried = set[tuple[Split, PhaseLayout | None]]()
+        self._tried: dict[tuple[Split, PhaseLayout | None], tuple[Schedule, float]] = {}
 
-    def try_raw(self, first: Split) -> None:
-        """Try ``first`` and other sizes of the region, with raw units only."""
-        self.try_split(first)
-        link = self._costs.times.link
-        assert self.best is not None
-        busy = self.best.wire_bytes / link.bytes_per_second + self.best.transfers * link.latency
-        for multiple in LINK_BOUND_MULTIPLES if busy > LINK_BINDS * self._seconds else OTHER_MULTIPLES:
-            split = (
-                Split(0, 0, False) if multiple is None else self._costs.raw_split(self._capacity, multiple)
+    def try_raw_regions(self, first: Split) -> None:
+        """Try other sizes of the region with raw units, if the schedule of ``first`` is close to the best one."""
+        costs = self._costs
+        schedule, seconds = self._tried.get((first, None), (None, math.inf))
+        if schedule is None or seconds > CLOSE * self._seconds:
+            return
+        multiples: tuple[float | None, ...] = OTHER_MULTIPLES
+        if len(costs.order.uses) > MANY_USES:
+            busy = schedule.wire_bytes / costs.times.link.bytes_per_second
+            multiples = LINK_BOUND_MULTIPLES if busy > LINK_BINDS * seconds else UNBOUND_MULTIPLES
+        for multiple in multiples:
+            self.try_split(
+                Split(0, 0, False) if multiple is None else costs.raw_split(self._capacity, multiple)
             )
-            self.try_split(split)
 
     def try_split(self, split: Split, layout: PhaseLayout | None = None) -> None:
         """Keep the schedule of ``split`` if it takes less seconds than the best one so far."""
         if (split, layout) in self._tried or self._seconds <= self._floor:
             return
-        self._tried.add((split, layout))
         schedule = lay_out(self._costs, split, self._capacity, layout)
         seconds = predict_schedule(schedule, self._costs.times).seconds
+        self._tried[split, layout] = schedule, seconds
         if seconds < self._seconds:
             self.best, self._seconds = schedule, seconds

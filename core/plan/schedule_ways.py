@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -47,7 +47,7 @@ class Split:
 class WayCosts:
     """What the units of ``order`` cost in each way, and the order in which they are chosen to stay: ``permutation``.
 
-    The other sequences have an entry for each prefix of it, the empty one first. Sums over the prefix: device bytes,
+    ``compute``: seconds of computing in a cycle. The other sequences have an entry for each prefix of it, the empty one first. Sums over the prefix: device bytes,
     seconds on the link in a cycle, seconds of decoding, and visits. ``largest``, ``largest_packed``: the largest slot,
     and the largest packed form, of the units behind the prefix. ``packed``: packed bytes by unit, 0 where a unit cannot
     be packed. ``enclosing``: the number of units whose uses contain uses of others; they come first in the permutation,
@@ -58,6 +58,7 @@ class WayCosts:
     units: tuple[UnitCost, ...]
     permutation: Sequence[int]
     times: Times
+    compute: float
     grain: int
     enclosing: int
     zone_bytes: int
@@ -77,7 +78,7 @@ class WayCosts:
         decoded = (self.decoding[-1] if split.packs else self.decoding[split.kept]) - self.decoding[split.raw]
         return max(
             link[-1] - link[split.kept],
-            sum(self.times.compute) + decoded,
+            self.compute + decoded,
             (self.visits[-1] - self.visits[split.raw]) * self.times.host_seconds,
         )
 
@@ -113,33 +114,34 @@ class WayCosts:
                 return split
         return Split(0, 0, False)
 
-    def packed_split(self, capacity: int, multiple: float) -> Split | None:
-        """Return the split of the least seconds in which units are packed, None if there is none."""
-        found = list(self._packed_splits(capacity, multiple))
-        # Of equal seconds the one with the most raw units, which cost the device nothing.
-        return min(found, key=lambda split: (self.seconds(split), -split.raw), default=None)
+    def packed_split(self, capacity: int, multiple: float, packs: bool) -> Split | None:
+        """Return the split of the least seconds with packed units, None if there is none.
 
-    def _packed_splits(self, capacity: int, multiple: float) -> Iterator[Split]:
-        """Yield splits with packed units: for numbers of raw units, the most packed ones that fit beside them."""
+        ``multiple``: see `leaves_region`. ``packs``: whether the units that stream are packed, too.
+        """
+        splits = list[Split]()
         most = bisect_right(self.raw_bytes, capacity) - 1
         for raw in range(0, most + 1, max(1, most // _STEPS)):
-            if 0 < raw < self.enclosing:
-                continue
-            for packs in (False, True):
-                kept = len(self.permutation)
-                while kept > raw and not self.leaves_region(Split(raw, kept, packs), capacity, multiple):
-                    over = multiple * self.largest[raw] - self.room(Split(raw, kept, packs), capacity)
-                    # Fewer packed units, by the bytes that are over; the next look sees what staging takes then.
-                    kept = min(kept - 1, bisect_right(self.packed_bytes, self.packed_bytes[kept] - over) - 1)
-                kept = max(kept, raw)
-                split = Split(raw, kept, packs)
-                if (packs or kept > raw) and self.leaves_region(split, capacity, multiple):
-                    yield split
+            split = Split(raw, self._most_kept(raw, capacity, multiple, packs), packs)
+            some = packs or split.kept > raw
+            if some and not 0 < raw < self.enclosing and self.leaves_region(split, capacity, multiple):
+                splits.append(split)
+        # Of equal seconds the one with the most raw units, which cost the device nothing.
+        return min(splits, key=lambda split: (self.seconds(split), -split.raw), default=None)
+
+    def _most_kept(self, raw: int, capacity: int, multiple: float, packs: bool) -> int:
+        """Return how many units may stay if the first ``raw`` of them are raw."""
+        kept = len(self.permutation)
+        while kept > raw and not self.leaves_region(Split(raw, kept, packs), capacity, multiple):
+            over = multiple * self.largest[raw] - self.room(Split(raw, kept, packs), capacity)
+            # Fewer packed units, by the bytes that are over. Staging then takes more or as much.
+            kept = min(kept - 1, bisect_right(self.packed_bytes, self.packed_bytes[kept] - over) - 1)
+        return max(kept, raw)
 
 
 def way_costs(order: UseOrder, units: Sequence[UnitCost], times: Times, grain: int) -> WayCosts:
     """Return the costs of ``units``. ``grain``: see `make_schedule`."""
-    permutation = resident_order(order, len(units))
+    permutation = resident_order(order, units)
     link, rate, counts = times.link, times.decode_bytes_per_second, _count_visits(order)
     # Without a decoder nothing can be packed.
     packed = [cost.packed if rate and counts[unit] else 0 for unit, cost in enumerate(units)]
@@ -151,6 +153,7 @@ def way_costs(order: UseOrder, units: Sequence[UnitCost], times: Times, grain: i
         tuple(units),
         permutation,
         times,
+        sum(times.compute),
         grain,
         len(order.enclosing),
         enclosing_zone(order, permutation, units).nbytes,

@@ -88,8 +88,10 @@ def test_any_phases_keep_every_rule(data):
         )
     order = UseOrder(tuple(uses), phases=tuple(phases))
     capacity = data.draw(st.integers(max(sizes), sum(sizes))) // ALIGN * ALIGN
-    times = Times(Link(1e9, 1e-7), [sizes[unit] / 1e9 * 0.3 for unit in uses])
-    schedule = make_schedule(order, [UnitCost(size) for size in sizes], capacity, times, ALIGN)
+    decoder = data.draw(st.sampled_from([None, 20e9]))
+    times = Times(Link(1e9, 1e-7), [sizes[unit] / 1e9 * 0.3 for unit in uses], decoder)
+    units = [UnitCost(size, size * 7 // 10) for size in sizes]
+    schedule = make_schedule(order, units, capacity, times, ALIGN)
     check_schedule(schedule)
     assert sorted(replay_blocks(schedule)) == sorted(schedule.fetched)
     room = (0, max(sum(sizes) // 2 // ALIGN * ALIGN, max(sizes)))

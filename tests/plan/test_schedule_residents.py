@@ -22,9 +22,10 @@ def test_every_prefix_is_spread_evenly(count):
         assert max(gaps) <= 4 * (count / length) + 1
 
 
-def test_units_around_others_come_first_and_unused_ones_last():
-    order = UseOrder((3, 1, 0, 4), (2, 1, 2, 3))
-    assert resident_order(order, 6) == [3, 1, 4, 0, 2, 5]
+def test_units_around_others_come_first_then_small_ones_and_unused_ones_last():
+    order = UseOrder((3, 1, 0, 4, 6, 7), (2, 1, 2, 3, 4, 5))
+    units = [UnitCost(16 * ALIGN if unit != 4 else ALIGN - 1) for unit in range(8)]
+    assert resident_order(order, units) == [3, 4, 1, 6, 0, 7, 2, 5]
 
 
 @given(st.lists(st.integers(1, 40 * MIB), max_size=20), st.sampled_from([512, GRAIN]))

@@ -101,8 +101,8 @@ def test_each_visit_of_a_cycle_costs():
 def test_every_split_leaves_the_region_that_it_was_asked_for(problem):
     order, units, capacity, times, grain = problem
     found = way_costs(order, units, times, grain)
-    for multiple in (1.0, 2.0):
-        split = found.packed_split(capacity, multiple)
+    for multiple, packs in ((1.0, True), (2.0, True), (3.0, False)):
+        split = found.packed_split(capacity, multiple, packs)
         if split is not None:
             assert 0 <= split.raw <= split.kept <= len(units)
             assert found.leaves_region(split, capacity, multiple)
