@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import weakref
 
 import carom
 import pytest
@@ -122,6 +123,14 @@ def test_a_pass_lasts_from_its_beginning_to_its_end(part):
         assert uses(runner) == set()
 
 
+def test_a_pass_without_a_result_to_differentiate_is_a_whole_step():
+    net = Net()  # frozen, called while gradients are recorded
+    with stream(net) as session:
+        for _ in range(4):
+            net(X)
+        assert (session.report().steps, session.report().kind) == (4, "infer")
+
+
 def test_an_interrupt_ends_the_passes_of_its_thread_and_the_next_pass_is_right():
     net = Net()
     want = infer(net)
@@ -184,6 +193,34 @@ def test_weights_that_a_pass_writes_to_are_named_until_the_next_pass():
         assert list(runner.to_stay) == ["blocks.1.up.bias"]
         infer(net)
         assert not runner_of(session).to_stay
+
+
+def test_a_closed_runner_keeps_nothing_of_the_module():
+    net = Net()
+    with stream(net) as session:
+        runner = runner_of(session)
+        infer(net)
+    kept = [weakref.ref(tensor) for tensor in net.parameters()]
+    del net, session
+    assert runner.held_bytes() == HeldBytes(0, 0)
+    assert not any(reference() is not None for reference in kept)
+
+
+def test_a_thread_whose_pass_begins_is_in_a_pass(monkeypatch):
+    net = Net()
+    seen: list[bool] = []
+    with stream(net) as session:
+        runner = runner_of(session)
+        begin = runner.begin_pass
+
+        def asks(part):
+            running = begin(part)
+            seen.append(session.in_pass)
+            return running
+
+        monkeypatch.setattr(runner, "begin_pass", asks)
+        infer(net)
+        assert seen == [True] and not session.in_pass
 
 
 class Only:
