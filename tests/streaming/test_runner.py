@@ -124,11 +124,14 @@ def test_a_pass_lasts_from_its_beginning_to_its_end(part):
 
 
 def test_a_pass_without_a_result_to_differentiate_is_a_whole_step():
-    net = Net()  # frozen, called while gradients are recorded
-    with stream(net) as session:
-        for _ in range(4):
-            net(X)
-        assert (session.report().steps, session.report().kind) == (4, "infer")
+    def steps(gradients: bool) -> tuple[int, str]:
+        net = Net()  # frozen
+        with stream(net) as session, torch.set_grad_enabled(gradients):
+            for _ in range(6):
+                net(X)
+            return session.report().steps, session.report().kind
+
+    assert steps(True) == steps(False)
 
 
 def test_an_interrupt_ends_the_passes_of_its_thread_and_the_next_pass_is_right():
