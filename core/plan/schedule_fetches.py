@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from itertools import count as count_up
 from typing import NamedTuple
 
 from .schedule import UseOrder
@@ -59,13 +60,13 @@ def find_visits(order: UseOrder, streamed: Collection[int], trainable: Collectio
     """Return the visits of the ``streamed`` units in one cycle, in order; the ``trainable`` ones are among these."""
     found: list[Visit] = []
     latest = -1
-    for position, unit in enumerate(order.uses):
+    for position, (unit, end) in enumerate(zip(order.uses, order.ends or count_up(), strict=False)):
         if unit not in streamed:
             continue
         if unit == latest and position not in order.updates:
-            found[-1] = Visit(found[-1].begin, max(order.end(position), found[-1].end), unit)
+            found[-1] = Visit(found[-1].begin, max(end, found[-1].end), unit)
         else:
-            found.append(Visit(position, order.end(position), unit))
+            found.append(Visit(position, end, unit))
         latest = unit
     if not trainable or not order.updates:
         return found
@@ -89,14 +90,16 @@ def required_fetches(
     ``offsets``, ``sizes``: the places of the units in the region.
     """
     # The region as segments: the unit that lies there, and the last position at which it was in use, counted on over
-    # two cycles. The first cycle only fills the segments.
+    # two cycles. The first cycle only fills the segments, for which the last visit of each unit suffices.
     high = max((offset + sizes[unit] for unit, offset in offsets.items()), default=0)
     starts, owners, reads = [0], [-1], [-1]
     found: list[Fetch] = []
-    for base in (0, count):
-        for begin, last, unit, update in visits:
-            offset = offsets[unit]
-            end = offset + sizes[unit]
+    placed = [(visit, offsets[visit.unit], offsets[visit.unit] + sizes[visit.unit]) for visit in visits]
+    latest: dict[int, tuple[Visit, int, int]] = {}
+    for row in reversed(placed):
+        latest.setdefault(row[0].unit, row)
+    for base, rows in ((0, list(latest.values())[::-1]), (count, placed)):
+        for (begin, last, unit, update), offset, end in rows:
             first, segments = bisect_right(starts, offset) - 1, len(starts)
             # A unit owns segments of its own place only, so one that ends where the place ends is all of it.
             whole = owners[first] == unit and starts[first] == offset and update is None

@@ -6,15 +6,15 @@ from .residency import round_up
 from .schedule import Schedule, Way, slot_bytes
 from .schedule_fetches import find_visits, in_order_of_need, required_fetches
 from .schedule_offsets import place_units
-from .schedule_phases import PhaseLayout, place_by_phase
+from .schedule_phases import place_by_phase
 from .schedule_residents import enclosing_zone
 from .schedule_ways import Split, WayCosts
 
 
-def lay_out(costs: WayCosts, split: Split, capacity: int, layout: PhaseLayout | None = None) -> Schedule:
+def lay_out(costs: WayCosts, split: Split, capacity: int, by_phase: bool = False) -> Schedule:
     """Return the schedule in ``capacity`` bytes in which units are held as ``split`` says.
 
-    ``layout``: how the units are placed by phases; None: the same in all phases.
+    ``by_phase``: whether units are placed by phases (`schedule_phases`).
     """
     order, units, count = costs.order, costs.units, len(costs.order.uses)
     ways = costs.ways(split)
@@ -25,10 +25,10 @@ def lay_out(costs: WayCosts, split: Split, capacity: int, layout: PhaseLayout | 
     single = [visit for visit in visits if visit.unit not in zone.offsets]
     everything = zone.nbytes + sum(size for unit, size in sizes.items() if unit not in zone.offsets)
     room = zone.nbytes, min(costs.room(split, capacity), everything)
-    if layout is None:
-        places = place_units([visit.unit for visit in single], sizes, room)
+    if by_phase:
+        places = place_by_phase(order, single, sizes, room)
     else:
-        places = place_by_phase(order, single, sizes, room, layout)
+        places = place_units([visit.unit for visit in single], sizes, room)
     offsets = {**zone.offsets, **places}
     after, before = in_order_of_need(required_fetches(visits, offsets, sizes, count), count)
     used = max((offset + sizes[unit] for unit, offset in offsets.items()), default=0)

@@ -5,7 +5,7 @@ to be chosen. It follows from the size of the region: a larger region gives fetc
 used again soon, a smaller one leaves more memory for units that stay. A few sizes are tried, in multiples of the largest
 unit that passes through the region, and all of the capacity as region; the simulation of a cycle decides. Whether units
 are packed is decided by a formula (`schedule_ways`), and by the simulation where the formula's two results are close. For
-an order with phases the layouts of `schedule_phases` are tried as well.
+an order with phases the layout of `schedule_phases` is tried as well.
 
 The module imports no torch and has no side effects.
 """
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from .residency import GRAIN
 from .schedule import Schedule, Times, UnitCost, UseOrder, Way
 from .schedule_layout import lay_out
-from .schedule_phases import PhaseLayout
 from .schedule_residents import refuse_too_little
 from .schedule_seconds import predict_schedule
 from .schedule_ways import Split, WayCosts, way_costs
@@ -39,8 +38,6 @@ PACKED_REGIONS = ((1.0, True), (2.0, True), (3.0, False))
 # and other regions with raw units by the first one's simulation. The formula does not know what the region keeps for
 # later uses, so with raw units only more than `FAR` counts.
 CLOSE, FAR = 1.2, 1.5
-# A window of two of the largest units beside those that a phase keeps, and both layouts.
-PHASE_LAYOUTS = (PhaseLayout(2.0, True), PhaseLayout(2.0, False))
 
 
 def make_schedule(
@@ -74,8 +71,7 @@ def make_schedule(
         nothing = Split(0, 0, Way.STREAMED_PACKED in search.best.ways)
         if not costs.leaves_region(nothing, capacity, 1.0):
             nothing = Split(0, 0, False)
-        for layout in PHASE_LAYOUTS:
-            search.try_split(nothing, layout)
+        search.try_split(nothing, by_phase=True)
     return search.best
 
 
@@ -87,12 +83,12 @@ class _Search:
         self.best: Schedule | None = None
         self._seconds = float("inf")
         self._floor = sum(costs.times.compute) * (1 + 1e-9)
-        self._tried: dict[tuple[Split, PhaseLayout | None], tuple[Schedule, float]] = {}
+        self._tried: dict[tuple[Split, bool], tuple[Schedule, float]] = {}
 
     def try_raw_regions(self, first: Split) -> None:
         """Try other sizes of the region with raw units, if the schedule of ``first`` is close to the best one."""
         costs = self._costs
-        schedule, seconds = self._tried.get((first, None), (None, math.inf))
+        schedule, seconds = self._tried.get((first, False), (None, math.inf))
         if schedule is None or seconds > CLOSE * self._seconds:
             return
         multiples: tuple[float | None, ...] = OTHER_MULTIPLES
@@ -104,12 +100,12 @@ class _Search:
                 Split(0, 0, False) if multiple is None else costs.raw_split(self._capacity, multiple)
             )
 
-    def try_split(self, split: Split, layout: PhaseLayout | None = None) -> None:
+    def try_split(self, split: Split, by_phase: bool = False) -> None:
         """Keep the schedule of ``split`` if it takes less seconds than the best one so far."""
-        if (split, layout) in self._tried or self._seconds <= self._floor:
+        if (split, by_phase) in self._tried or self._seconds <= self._floor:
             return
-        schedule = lay_out(self._costs, split, self._capacity, layout)
+        schedule = lay_out(self._costs, split, self._capacity, by_phase)
         seconds = predict_schedule(schedule, self._costs.times).seconds
-        self._tried[split, layout] = schedule, seconds
+        self._tried[split, by_phase] = schedule, seconds
         if seconds < self._seconds:
             self.best, self._seconds = schedule, seconds

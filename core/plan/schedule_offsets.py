@@ -27,9 +27,7 @@ from itertools import accumulate
 WINDOW = 12
 # A lead of this share of the region's other bytes ends the search. A ring would give every unit all of them.
 ENOUGH = 0.75
-NEVER = (
-    1 << 62
-)  # the time of a read that never was, before all times, or of a need that never comes, after all times
+NEVER = 1 << 62  # the time of a read that never was is -NEVER, that of a need that never comes NEVER
 
 
 def place_units(
@@ -53,23 +51,23 @@ def place_units(
         nbytes = sizes[unit]
         if unit not in offsets:
             following = sequence[(index + 1) % count]
-            tried = segments.candidates(nbytes, behind)
-            beside = tried
+            # The unit that is used next fits beside an offset that is at most ``below`` or at least ``above``.
             if following in offsets:
-                other, end = offsets[following], offsets[following] + sizes[following]
-                beside = [offset for offset in tried if offset + nbytes <= other or end <= offset]
-            elif following != unit:
-                first, last = low + sizes[following], high - sizes[following] - nbytes
-                tried += (first, last)
-                beside = [offset for offset in tried if offset >= first or offset <= last]
-            found = segments.longest_lead(beside, nbytes, clock[index], clock[index + 1])
-            if found is None:
-                found = segments.longest_lead(tried, nbytes, clock[index], clock[index + 1])
+                below, above = offsets[following] - nbytes, offsets[following] + sizes[following]
+            else:
+                below, above = high - sizes[following] - nbytes, low + sizes[following]
+            found = segments.longest_lead((behind,), nbytes, clock[index], clock[index + 1])
+            if found is None or found[1] < ENOUGH * (high - low - nbytes) or below < behind < above:
+                tried = (*segments.candidates(nbytes, behind), below, above)
+                beside = [offset for offset in tried if offset <= below or offset >= above]
+                found = segments.longest_lead(beside, nbytes, clock[index], clock[index + 1])
+                if found is None:
+                    found = segments.longest_lead(tried, nbytes, clock[index], clock[index + 1])
             assert found is not None, "the low end is among the offsets, and every unit fits there"
-            offsets[unit] = found
+            offsets[unit] = found[0]
             if len(offsets) == distinct:
                 break
-            behind = found + nbytes
+            behind = offsets[unit] + nbytes
         cycles, place = divmod(next_use[index], count)
         needed = cycles * clock[count] + clock[place]
         segments.record(offsets[unit], offsets[unit] + nbytes, clock[index + 1], needed)
@@ -126,8 +124,10 @@ class _Segments:
         found += (self.low, self.high - nbytes)
         return found
 
-    def longest_lead(self, offsets: Sequence[int], nbytes: int, now: int, after: int) -> int | None:
-        """Return the offset with the longest lead among ``offsets``, None if none of them fits.
+    def longest_lead(
+        self, offsets: Sequence[int], nbytes: int, now: int, after: int
+    ) -> tuple[int, int] | None:
+        """Return the offset with the longest lead among ``offsets``, and that lead; None if none of them fits.
 
         ``now``, ``after``: the times before and after the use of the unit that is placed. Among equal leads the one
         with the longer of both distances is taken, then the lower offset.
@@ -151,11 +151,11 @@ class _Segments:
                 index += 1
             back, ahead = now - read, needed - after
             lead = back if back < ahead else ahead
-            if lead > best_lead or (
-                lead == best_lead
-                and (back + ahead > best_sum or (back + ahead == best_sum and offset < (best or 0)))
-            ):
-                best, best_lead, best_sum = offset, lead, back + ahead
+            if lead < best_lead:
+                continue
+            whole = back + ahead
+            if lead > best_lead or whole > best_sum or (whole == best_sum and offset < (best or 0)):
+                best, best_lead, best_sum = offset, lead, whole
                 if lead >= enough:
                     break
-        return best
+        return None if best is None else (best, best_lead)

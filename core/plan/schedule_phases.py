@@ -5,10 +5,8 @@ in a prompt. Its units are worth a place of their own in the region only during 
 laid out as if the region were theirs: as many as fit lie side by side and are fetched once, at the begin of the phase,
 and the rest streams through a window beside them. What the next phase lays over them is fetched again in the next cycle.
 
-Two layouts are made of which the simulation takes the better one. In the first, every second phase begins at the other
-end of the region, so that phases which do not fill the region overlap as little as possible, and what does not overlap
-stays over all phases. In the second, all phases begin at the same end. There the units of a phase lie, in order of use,
-over those of the phase before, in their order of use, so that fetches begin early in the last pass of that phase.
+Every second phase begins at the other end of the region. So phases that do not fill the region overlap as little as
+possible, and what does not overlap stays over all phases.
 
 The module imports no torch and has no side effects.
 """
@@ -16,21 +14,13 @@ The module imports no torch and has no side effects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from .schedule import UseOrder
 from .schedule_fetches import Visit
 from .schedule_offsets import place_units
 from .schedule_residents import bit_reversed
 
-
-class PhaseLayout(NamedTuple):
-    """``window``: bytes of the window of a phase in multiples of the largest unit in it; ``alternates``: whether every
-    second phase begins at the other end of the region.
-    """
-
-    window: float
-    alternates: bool
+WINDOW = 2  # bytes of the window of a phase, in multiples of the largest unit that streams through it
 
 
 def place_by_phase(
@@ -38,7 +28,6 @@ def place_by_phase(
     visits: Sequence[Visit],
     sizes: Mapping[int, int],
     room: tuple[int, int],
-    layout: PhaseLayout,
 ) -> dict[int, int]:
     """Return the offset of each unit of ``visits``.
 
@@ -54,14 +43,14 @@ def place_by_phase(
             # Others have their places from an earlier phase, and lie anywhere.
             offsets.update(place_units(sequence, sizes, room, offsets))
             continue
-        kept = _kept_units(sequence, new, sizes, high - low, layout.window)
+        kept = _kept_units(sequence, new, sizes, high - low)
         places, end = dict[int, int](), low
         for unit in new:
             if unit in kept:
                 places[unit] = end
                 end += sizes[unit]
         places.update(place_units([unit for unit in sequence if unit not in kept], sizes, (end, high)))
-        if layout.alternates and index % 2:
+        if index % 2:
             places = {unit: low + high - offset - sizes[unit] for unit, offset in places.items()}
         offsets.update(places)
     return offsets
@@ -79,11 +68,11 @@ def _sequences(order: UseOrder, visits: Sequence[Visit]) -> list[list[int]]:
 
 
 def _kept_units(
-    sequence: Sequence[int], units: Sequence[int], sizes: Mapping[int, int], nbytes: int, window: float
+    sequence: Sequence[int], units: Sequence[int], sizes: Mapping[int, int], nbytes: int
 ) -> set[int]:
     """Return those of ``units`` that lie side by side in ``nbytes`` bytes while the phase lasts.
 
-    They leave a window of ``window`` times the largest other unit. All units stay if they fit. None does if
+    They leave a window for the others. All units stay if they fit. None does if
     ``sequence`` uses each unit once only, because nothing is gained by that.
     """
     if sum(sizes[unit] for unit in units) <= nbytes:
@@ -98,7 +87,7 @@ def _kept_units(
     kept, taken = 0, 0
     for length, unit in enumerate(permutation, 1):
         taken += sizes[unit]
-        if taken + int(window * largest[length]) <= nbytes:
+        if taken + WINDOW * largest[length] <= nbytes:
             kept = length
         elif taken > nbytes:
             break

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from carom.core.plan.predict import Link
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import Times, UnitCost, UseOrder
 from carom.core.plan.schedule_check import check_schedule
 from carom.core.plan.schedule_fetches import find_visits
 from carom.core.plan.schedule_maker import make_schedule
-from carom.core.plan.schedule_phases import PhaseLayout, place_by_phase
+from carom.core.plan.schedule_phases import place_by_phase
 from carom.core.plan.schedule_seconds import predict_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,16 +61,11 @@ def test_a_model_larger_than_the_region_keeps_a_part_of_it_through_its_phase():
     assert 9 * 5 <= schedule.transfers <= 10 * 6 + 2 + 8
 
 
-@pytest.mark.parametrize("alternates", [True, False])
-def test_phases_begin_at_the_ends_of_the_region(alternates):
+def test_every_second_phase_begins_at_the_other_end_of_the_region():
     order, units = prompt((2, 2), (3, 2), (2, 2))
     visits = find_visits(order, set(range(7)), ())
-    places = place_by_phase(
-        order, visits, dict.fromkeys(range(7), SIZE), (0, 6 * SIZE), PhaseLayout(2.0, alternates)
-    )
-    first, second = {0: 0, 1: SIZE}, ({2: 5, 3: 4, 4: 3} if alternates else {2: 0, 3: 1, 4: 2})
-    assert {unit: places[unit] for unit in (0, 1)} == first == {unit - 5: places[unit] for unit in (5, 6)}
-    assert {unit: places[unit] // SIZE for unit in (2, 3, 4)} == second
+    places = place_by_phase(order, visits, dict.fromkeys(range(7), SIZE), (0, 6 * SIZE))
+    assert {unit: places[unit] // SIZE for unit in range(7)} == {0: 0, 1: 1, 2: 5, 3: 4, 4: 3, 5: 0, 6: 1}
 
 
 @settings(deadline=None, max_examples=60)
@@ -96,10 +90,7 @@ def test_any_phases_keep_every_rule(data):
     assert sorted(replay_blocks(schedule)) == sorted(schedule.fetched)
     room = (0, max(sum(sizes) // 2 // ALIGN * ALIGN, max(sizes)))
     visits = find_visits(order, set(uses), ())
-    for layout in (PhaseLayout(2.0, True), PhaseLayout(2.0, False)):
-        places = place_by_phase(order, visits, dict(enumerate(sizes)), room, layout)
-        assert places.keys() == set(uses)
-        assert all(
-            offset >= 0 and offset + sizes[unit] <= room[1] and offset % ALIGN == 0
-            for unit, offset in places.items()
-        )
+    places = place_by_phase(order, visits, dict(enumerate(sizes)), room)
+    assert places.keys() == set(uses)
+    assert all(offset >= 0 and offset + sizes[unit] <= room[1] for unit, offset in places.items())
+    assert all(offset % ALIGN == 0 for offset in places.values())
