@@ -223,6 +223,7 @@ def test_a_kept_view_of_an_old_version_stays_while_the_unit_is_fetched_elsewhere
     a.views.kept = False
     bench.fault(a.unit, user=user)
     assert a.state is SlotState.FREE, "the old version is given up with its view"
+    assert a.base.eq(255).all(), "and the engine is told"
     bench.pool.leave(slot, user)
     assert bench.fetch(b) and bench.use(a.unit)
 
@@ -378,6 +379,22 @@ def test_an_address_leads_to_the_slot_over_it():
     assert at(low) is None
 
 
+@pytest.mark.parametrize("how", ["dropped", "failed", "lost"])
+def test_the_engine_is_told_of_bytes_that_are_given_up(how):
+    """The simulated device fills them with 255, so that a use that goes on is seen."""
+    bench = make_bench(1, timing="early")
+    (a,) = make_streamed(bench, 0)
+    if how == "failed":
+        bench.pool.issue(a, 1)
+        bench.copy(a, 1)
+        bench.pool.cancel_copies(threading.get_ident())
+    else:
+        bench.fetch(a)
+        bench.engine.synchronize()
+        bench.pool.drop_units([a.unit]) if how == "dropped" else bench.pool.lose_slot(a)
+    assert a.base.eq(255).all()
+
+
 # -- a VBAR takes pages
 
 
@@ -395,6 +412,16 @@ def test_a_lost_slot_is_taken_by_nobody_until_it_is_fetched_again():
     assert bench.fetch(a) and bench.use(a.unit)
     bench.pool.lose_slot(a)
     assert bench.pool.drop_units([a.unit]) == UNIT
+
+
+def test_what_lies_over_a_lost_place_is_lost_with_it():
+    bench = make_bench(1)
+    (a,) = bench.make_cached(2 * UNIT)
+    over = bench.memory.make_slot(bench.make_unit(UNIT), a.chunk, UNIT)
+    assert bench.fetch(over) and bench.use(over.unit)
+    bench.engine.synchronize()
+    bench.pool.lose_slot(a)
+    assert bench.states() == {"u0": "LOST own", "u1": "FREE own"} and not bench.use(over.unit)
 
 
 # -- faults
@@ -773,12 +800,20 @@ def damage_extents(*extents):
     return lambda bench, a: setattr(a.chunk, "extents", tuple(places.Extent(*each, a) for each in extents))
 
 
+def damage_neighbour(*extents):
+    def damage(bench, a):
+        (other,) = make_streamed(bench, 1)
+        a.chunk.extents += tuple(places.Extent(*each, other) for each in extents)
+
+    return damage
+
+
 USER = User(1, "stream")
 DAMAGE = {
     "no extent of its own": ("P4", damage_extents()),
     "a part of its bytes": ("P4", damage_extents((0, UNIT - 1))),
-    "extents that overlap": ("P4", damage_extents((0, UNIT), (UNIT - 1, 2 * UNIT))),
-    "an empty extent": ("P4", damage_extents((0, UNIT), (UNIT, UNIT))),
+    "extents that overlap": ("P4", damage_neighbour((UNIT - 1, 2 * UNIT))),
+    "an empty extent": ("P4", damage_neighbour((UNIT, UNIT))),
     "bytes in use overwritten": ("P3", lambda bench, a: (make_used(bench, a), damage_extents()(bench, a))),
     "lost bytes overwritten": ("P12", lambda bench, a: (damage_record(state=SlotState.LOST)(bench, a), damage_extents()(bench, a))),
     "kept, and not held": ("P3", damage_record(held=True)),
