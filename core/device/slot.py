@@ -33,6 +33,9 @@ class SlotState(Enum):
     HELD = auto()  # the unit's bytes, which the program (autograd, for instance) keeps a view of
     LOST = auto()  # no memory: other programs took the pages of the VBAR in which the slot lies
 
+    # Enum's own hash is a Python function, which three look-ups of each `enter` would call.
+    __hash__ = object.__hash__
+
 
 class _Following(dict[SlotState, SlotState]):
     """The states that may follow ``present``. Indexing with one of them returns it, at the cost of no Python call.

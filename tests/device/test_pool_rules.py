@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests_interrupts import Interrupts
-from tests_pool_bench import TIMINGS, Bench
+from tests_pool_bench import TIMINGS, Bench, in_threads
 
 pytestmark = pytest.mark.timeout(120)
 UNIT = ALIGN
@@ -184,6 +185,47 @@ def test_any_calls_with_any_offsets_give_right_bytes_without_a_race():
         Calls,
         settings=settings(max_examples=25, stateful_step_count=40, deadline=None, report_multiple_bugs=False),
     )
+
+
+# -- threads
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_threads_that_use_units_at_random_read_right_bytes_and_none_waits_forever(timing):
+    bench = Bench(3 * UNIT, timing=timing)
+    slots = [bench.make_slot(bench.make_unit(UNIT), number % 3 * UNIT) for number in range(6)]
+    bench.make_cached(2 * UNIT)
+    pool = bench.pool
+
+    def work(number):
+        chance = random.Random(number)
+
+        def run():
+            with bench.device.stream(number):
+                for _ in range(30):
+                    one, other = chance.sample(slots, 2)
+                    user, units = bench.make_user(number), [one.unit, other.unit][: chance.randint(1, 2)]
+                    with bench.lock:
+                        if len(units) == 1 and chance.random() < 0.5:
+                            bench.fetch(one)
+                        found = [pool.enter(unit, 1, user) for unit in units]
+                        if None in found:
+                            for slot in filter(None, found):
+                                pool.leave(slot, user)
+                            found, _ = bench.fault(*units, user=user)
+                    for slot in found:
+                        bench.read(slot)
+                    with bench.lock:
+                        for slot in found:
+                            pool.leave(slot, user)
+
+        return run
+
+    threads, errors = in_threads(*(work(number) for number in range(3)))
+    for thread in threads:
+        thread.join(30)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    assert not any("IN_USE" in state for state in bench.states().values())
 
 
 # -- an interrupt at any line
