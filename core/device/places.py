@@ -6,7 +6,7 @@ device together). The functions work with offsets only and change nothing.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -31,10 +31,7 @@ def extents_over(extents: Extents, begin: int, end: int) -> Extents:
     first = bisect_right(extents, begin, key=_begin)
     if first and extents[first - 1].end > begin:
         first -= 1
-    last = first
-    while last < len(extents) and extents[last].begin < end:
-        last += 1
-    return extents[first:last]
+    return extents[first : bisect_left(extents, end, key=_begin)]
 
 
 def put_slot(extents: Extents, begin: int, end: int, slot: Any) -> Extents:
@@ -43,13 +40,16 @@ def put_slot(extents: Extents, begin: int, end: int, slot: Any) -> Extents:
     The parts of earlier extents that the copy leaves keep their slots: a later copy over them still has to wait for the
     events of these slots.
     """
-    before = [extent for extent in extents if extent.begin < begin]
-    if before and before[-1].end > begin:
-        before[-1] = Extent(before[-1].begin, begin, before[-1].slot)
-    after = [extent for extent in extents if extent.end > end]
-    if after and after[0].begin < end:
-        after[0] = Extent(end, after[0].end, after[0].slot)
-    return (*before, Extent(begin, end, slot), *after)
+    first, last = bisect_right(extents, begin, key=_begin), bisect_left(extents, end, key=_begin)
+    if first and extents[first - 1].end > begin:
+        first -= 1
+    new = Extent(begin, end, slot)
+    over = extents[first:last]
+    if over == (new,):  # as for each cached unit
+        return extents
+    left = (Extent(over[0].begin, begin, over[0].slot),) if over and over[0].begin < begin else ()
+    right = (Extent(end, over[-1].end, over[-1].slot),) if over and over[-1].end > end else ()
+    return (*extents[:first], *left, new, *right, *extents[last:])
 
 
 def find_offset(

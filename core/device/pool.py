@@ -238,25 +238,23 @@ class Pool:
     def drop_units(self, units: Collection[SlotUnit]) -> int:
         """Give up ``units``, except those that are in use, held or being filled; return the bytes of memory given back.
 
-        Memory that was reserved for a dropped unit is given back as soon as no other unit of its chunk is left. Waits for
-        the device if there is any. Must be called outside passes, or to reclaim memory.
+        Memory that was reserved for a dropped unit is given back as soon as no other unit lies in its chunk for which that
+        was reserved too, and so is what faults have allocated. Waits for the device if there is any. Must be called outside
+        passes, or to reclaim memory.
         """
-        chunks: set[Chunk] = set()
+        dropped = frozenset(units)
         for slot in self.memory.slots():
-            if slot.unit not in units:
+            if slot.unit not in dropped:
                 continue
             if slot.now.state is _HELD:
                 _end_hold(self._engine, slot, looked_for=False)
             if slot.now.state is _CACHED:
                 _unmark(self._engine, slot)
-            chunks.add(slot.chunk)
-        # An interrupt in `fault` may have left a chunk in which nothing lies yet.
-        chunks |= {chunk for chunk in self.memory.chunks if not chunk.extents}
+        unclaimed = [chunk for chunk in self.memory.chunks[1:] if _unclaimed(chunk, dropped)]  # P7
         before = self.memory.nbytes
-        unused = [chunk for chunk in chunks if chunk is not self.memory.region and _unused(chunk)]  # P7
-        if unused:
-            _free_slots(self._engine, unused)
-            self.memory.give_back(unused)
+        if unclaimed:
+            _free_slots(self._engine, unclaimed)
+            self.memory.give_back(unclaimed)
         return before - self.memory.nbytes
 
     def lose_slot(self, slot: Slot) -> None:
@@ -348,9 +346,16 @@ def _end_hold(engine: Engine, slot: Slot, looked_for: bool) -> None:
         engine.freed(slot.chunk.memory, slot.offset, slot.end)
 
 
-def _unused(chunk: Chunk) -> bool:
-    """Return whether no slot of ``chunk`` holds a unit or is about to."""
-    return all(slot.now.state in (_FREE, _LOST) for slot in list(chunk.slots))
+def _unclaimed(chunk: Chunk, dropped: frozenset[SlotUnit]) -> bool:
+    """Return whether the memory of ``chunk`` is to be given back with the units ``dropped``.
+
+    A unit that a fault has put there has no claim on it: it would take more than the session's capacity.
+    """
+    if any(extent.slot.now.state in (_FILLING, _IN_USE, _HELD) for extent in chunk.extents):  # P7
+        return False
+    if any(slot.now.state is _CACHED for slot in chunk.reserved):
+        return False
+    return not chunk.reserved or any(slot.unit in dropped for slot in chunk.reserved)
 
 
 def _uses(memory: PoolMemory, thread: int) -> tuple[int, int]:

@@ -38,15 +38,17 @@ class ChunkMemory(Protocol):
 class Chunk:
     """One allocation of ``nbytes``. ``extents``: which slot was copied last over which bytes.
 
-    ``slots``: all slots that were made in the chunk and are referenced still.
+    ``reserved``: the slots of the cached units for which the memory was allocated. Other units may lie there too. ``slots``:
+    all slots that were made in the chunk and are referenced still.
     """
 
-    __slots__ = ("memory", "nbytes", "extents", "slots", "__weakref__")
+    __slots__ = ("memory", "nbytes", "extents", "reserved", "slots", "__weakref__")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.nbytes = memory.numel()
         self.extents: Extents = ()
+        self.reserved: tuple[Slot, ...] = ()
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
 
 
@@ -81,9 +83,10 @@ class PoolMemory:
         return sum(round_up(chunk.nbytes, self._engine.grain) for chunk in self.chunks)
 
     def slots(self) -> Iterator[Slot]:
-        """Return all slots."""
+        """Return the slots that lie somewhere, those that were overwritten in part included."""
         for chunk in self.chunks:
-            yield from list(chunk.slots)
+            for extent in chunk.extents:
+                yield extent.slot
 
     def slot_at(self, address: int) -> Slot | None:
         """Return the slot to which the byte at ``address`` belongs, None if no copy was issued over the byte."""
@@ -119,22 +122,23 @@ class PoolMemory:
         `Pool.fault` gives the last ones up first, small ones before large ones. All memory is allocated or none. Waits for
         the device. Raises torch.OutOfMemoryError. Must be called outside passes.
         """
-        found: dict[SlotUnit, Slot] = {}
         chunks: list[Chunk] = []
         try:
             for group in _groups(units):
                 chunk, offset = self._new_chunk(sum(round_up(unit.nbytes, ALIGN) for unit in group)), 0
                 chunks.append(chunk)
+                slots: list[Slot] = []
                 for unit in group:
-                    slot = self.make_slot(unit, chunk, offset)
-                    chunk.extents += (Extent(offset, slot.end, slot),)
-                    found[unit] = slot
+                    slots.append(self.make_slot(unit, chunk, offset))
                     offset += round_up(unit.nbytes, ALIGN)
+                chunk.extents = tuple(Extent(slot.offset, slot.end, slot) for slot in slots)
+                chunk.reserved = tuple(slots)
         except BaseException:
             self.give_back(chunks)  # the error's traceback refers to them
             raise
         self._engine.synchronize()  # P7
         self.chunks = (*self.chunks, *chunks)
+        found = {slot.unit: slot for chunk in chunks for slot in chunk.reserved}
         return [found[unit] for unit in units]
 
     def add_chunk(self, nbytes: int) -> None:
@@ -162,8 +166,9 @@ class PoolMemory:
             for slot in list(chunk.slots):
                 slot.forget_memory()
             chunk.memory = NO_MEMORY
-        empty = () if self.region not in chunks else (Chunk(NO_MEMORY),)
-        self.chunks = (*empty, *(chunk for chunk in self.chunks if chunk not in chunks))
+        gone = set(chunks)
+        empty = (Chunk(NO_MEMORY),) if self.region in gone else ()
+        self.chunks = (*empty, *(chunk for chunk in self.chunks if chunk not in gone))
 
     def _new_chunk(self, nbytes: int) -> Chunk:
         """Return a new chunk. Kernels of other streams may still read the memory: the allocator hands it out again as
