@@ -159,7 +159,7 @@ class PoolMemory:
             self.chunks = (region, *self.chunks[1:])
 
     def give_back(self, chunks: Sequence[Chunk]) -> None:
-        """Give ``chunks`` back to where they came from. Waits for the device."""
+        """Give ``chunks`` back to the device. Waits for the device."""
         self._engine.synchronize()  # P7
         for chunk in chunks:
             chunk.nbytes = 0  # first: from now on `Pool.issue` refuses the chunk's slots
@@ -169,6 +169,8 @@ class PoolMemory:
         gone = set(chunks)
         empty = (Chunk(NO_MEMORY),) if self.region in gone else ()
         self.chunks = (*empty, *(chunk for chunk in self.chunks if chunk not in gone))
+        # torch's allocator keeps the memory, and a larger chunk could not use it: both would count against the budget.
+        self._engine.trim()
 
     def _new_chunk(self, nbytes: int) -> Chunk:
         """Return a new chunk. Kernels of other streams may still read the memory: the allocator hands it out again as

@@ -243,7 +243,7 @@ def test_large_cached_units_have_memory_of_their_own_and_small_ones_share(small_
     assert bench.memory.nbytes == 6 * UNIT == bench.engine.allocated
     assert bench.pool.drop_units([first.unit]) == 0, "its neighbour lies beside it"
     assert bench.pool.drop_units([large.unit]) == 3 * UNIT
-    assert bench.engine.allocated == bench.memory.nbytes == 3 * UNIT
+    assert bench.engine.allocated == bench.engine.reserve.bytes == bench.memory.nbytes == 3 * UNIT
     assert not bench.use(large.unit) and bench.use(second.unit)
     assert not bench.fetch(large), "its memory was given back"
     assert large.views is None and large.base.numel() == 0, "nothing keeps the memory"
@@ -322,7 +322,7 @@ def test_a_new_region_has_none_of_the_old_slots():
         bench.pool.set_region(2 * UNIT)
     bench.pool.set_region(2 * UNIT)
     assert not bench.use(a.unit) and not bench.fetch(a)
-    assert bench.engine.allocated == bench.memory.nbytes == 2 * UNIT
+    assert bench.engine.allocated == bench.memory.nbytes == bench.engine.reserve.peak == 2 * UNIT
     again = bench.make_slot(a.unit, UNIT)
     assert bench.fetch(again) and bench.use(a.unit)
 
@@ -527,7 +527,7 @@ def test_a_fault_gives_up_several_cached_units_for_one_that_is_larger(small_chun
         (slot,), user = bench.fault(wide)
         bench.read(slot)
         bench.pool.leave(slot, user)
-    assert bench.engine.allocated <= before
+    assert bench.engine.allocated <= before and bench.engine.reserve.peak <= before, "never more than before"
     assert [bench.use(slot.unit) for slot in cached] == [False, True, False]
     assert not bench.fetch(cached[0]), "its memory was given back"
     assert bench.use(wide) and bench.pool.drop_units([]) == 4 * UNIT, "nothing was reserved for it"
