@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .region import ALIGN
 from .residency import round_up
 from .schedule import Schedule, Way, slot_bytes
 from .schedule_fetches import find_visits, in_order_of_need, required_fetches
@@ -24,7 +25,7 @@ def lay_out(costs: WayCosts, split: Split, capacity: int, by_phase: bool = False
     zone = enclosing_zone(order, sorted(passing), units)
     single = [visit for visit in visits if visit.unit not in zone.offsets]
     everything = zone.nbytes + sum(size for unit, size in sizes.items() if unit not in zone.offsets)
-    room = zone.nbytes, min(costs.room(split, capacity), everything)
+    room = zone.nbytes, min(costs.room(split, capacity) // ALIGN * ALIGN, everything)
     if by_phase:
         places = place_by_phase(order, single, sizes, room)
     else:

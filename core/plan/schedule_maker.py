@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .predict import Link
 from .residency import GRAIN
 from .schedule import Schedule, Times, UnitCost, UseOrder, Way
 from .schedule_layout import lay_out
-from .schedule_residents import refuse_too_little
+from .schedule_residents import bytes_at_once, least_capacity, refuse_too_little
 from .schedule_seconds import predict_schedule
 from .schedule_ways import Split, WayCosts, way_costs
 
@@ -54,7 +55,7 @@ def make_schedule(
     costs = way_costs(order, units, times, grain)
     if costs.raw_bytes[-1] <= capacity:
         return lay_out(costs, Split(len(units), len(units), False), capacity)
-    refuse_too_little(order, units, capacity, grain)
+    refuse_too_little(capacity, least_capacity(order, units, grain))
     search = _Search(costs, capacity)
     raw = costs.raw_split(capacity, FIRST_MULTIPLE)
     packed = [costs.packed_split(capacity, *region) for region in PACKED_REGIONS if any(costs.packed)]
@@ -73,6 +74,19 @@ def make_schedule(
             nothing = Split(0, 0, False)
         search.try_split(nothing, by_phase=True)
     return search.best
+
+
+def schedule_in_region(
+    order: UseOrder, units: Sequence[UnitCost], region_bytes: int, grain: int = GRAIN
+) -> Schedule:
+    """Return the schedule of ``order`` in which no unit stays, and all pass raw through a region of ``region_bytes`` bytes.
+
+    Raises BudgetError, with the least bytes that work, if the units that are in use at the same time do not fit.
+    """
+    refuse_too_little(region_bytes, bytes_at_once(order, units, grain))
+    # Times have no part in it, because there is nothing to choose.
+    costs = way_costs(order, units, Times(Link(1.0), (0.0,) * len(order.uses)), grain)
+    return lay_out(costs, Split(0, 0, False), region_bytes)
 
 
 class _Search:

@@ -97,20 +97,23 @@ def enclosing_zone(order: UseOrder, streamed: Sequence[int], units: Sequence[Uni
     return Zone(offsets, nbytes)
 
 
-def least_capacity(order: UseOrder, units: Sequence[UnitCost], grain: int = GRAIN) -> int:
-    """Return the least capacity in bytes with which ``order`` can run: all units, or those in use at the same time."""
+def bytes_at_once(order: UseOrder, units: Sequence[UnitCost], grain: int = GRAIN) -> int:
+    """Return the bytes of the smallest region through which all units of ``order`` can pass."""
     used = sorted(set(order.uses))
     single = max((slot_bytes(units[unit].nbytes) for unit in used if unit not in order.enclosing), default=0)
-    at_once = round_up(enclosing_zone(order, used, units).nbytes + single, grain)
-    return min(at_once, prefix_costs(range(len(units)), units, grain)[-1])
+    return round_up(enclosing_zone(order, used, units).nbytes + single, grain)
 
 
-def refuse_too_little(order: UseOrder, units: Sequence[UnitCost], capacity: int, grain: int) -> None:
-    """Raise BudgetError, with the least capacity that works, if ``order`` cannot run in ``capacity`` bytes."""
-    least = least_capacity(order, units, grain)
-    if capacity < least:
+def least_capacity(order: UseOrder, units: Sequence[UnitCost], grain: int = GRAIN) -> int:
+    """Return the least capacity in bytes with which ``order`` can run: all units, or those in use at the same time."""
+    return min(bytes_at_once(order, units, grain), prefix_costs(range(len(units)), units, grain)[-1])
+
+
+def refuse_too_little(nbytes: int, least: int) -> None:
+    """Raise BudgetError if ``nbytes`` bytes are less than ``least``."""
+    if nbytes < least:
         raise BudgetError(
-            f"{format_size(capacity)} of device memory is too small: the units that are in use at the same time take "
-            f"{format_size(least)}; the least capacity that works is {least} bytes",
+            f"{format_size(nbytes)} of device memory is too small: the units that are in use at the same time take "
+            f"{format_size(least)}; the least that works is {least} bytes",
             least,
         )

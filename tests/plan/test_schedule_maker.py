@@ -10,8 +10,8 @@ from carom.core.plan.predict import Link
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import Times, UnitCost, UseOrder
 from carom.core.plan.schedule_check import check_schedule
-from carom.core.plan.schedule_maker import make_schedule
-from carom.core.plan.schedule_residents import least_capacity
+from carom.core.plan.schedule_maker import make_schedule, schedule_in_region
+from carom.core.plan.schedule_residents import bytes_at_once, least_capacity
 from carom.core.plan.schedule_seconds import predict_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,6 +123,19 @@ def test_units_that_are_in_use_at_once_have_no_common_bytes():
         schedule = make_schedule(order, units, slots * SIZE, times_of(order, units), ALIGN)
         check_schedule(schedule)
         replay_blocks(schedule)
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.integers(0, 40 * ALIGN), st.sampled_from([1, ALIGN]))
+def test_all_units_pass_through_a_region_that_is_given(problem, more, grain):
+    order, units, *_ = problem
+    least = bytes_at_once(order, units, grain)
+    schedule = schedule_in_region(order, units, least + more, grain)
+    check_schedule(schedule)
+    assert not schedule.residents and schedule.region_bytes <= least + more
+    with pytest.raises(BudgetError) as refused:
+        schedule_in_region(order, units, least - 1, grain)
+    assert refused.value.least_bytes == least
 
 
 def test_times_that_do_not_fit_the_order_are_refused():
