@@ -63,6 +63,7 @@ TESTS: dict[str, list[str]] = {
     "core/device/staging.py": ["placement/test_packed_pieces.py", "placement/test_packed.py"],
     "core/placement/packed_residents.py": ["placement/test_packed_residents.py"],
     "core/placement/packed_tier.py": [*_WAITS, "placement/test_packed.py"],
+    "core/placement/packed_writes.py": ["placement/test_packed_writes.py"],
     "core/placement/file_": [
         "placement/test_disk_waits.py",
         "placement/test_disk_written.py",
