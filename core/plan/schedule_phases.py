@@ -14,6 +14,7 @@ The module imports no torch and has no side effects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from .schedule import UseOrder
 from .schedule_fetches import Visit
@@ -68,27 +69,19 @@ def _sequences(order: UseOrder, visits: Sequence[Visit]) -> list[list[int]]:
 
 
 def _kept_units(
-    sequence: Sequence[int], units: Sequence[int], sizes: Mapping[int, int], nbytes: int
+    sequence: Sequence[int], units: Sequence[int], sizes: Mapping[int, int], room: int
 ) -> set[int]:
-    """Return those of ``units`` that lie side by side in ``nbytes`` bytes while the phase lasts.
+    """Return those of ``units`` that lie side by side in ``room`` bytes while the phase lasts.
 
     They leave a window for the others. All units stay if they fit. None does if
     ``sequence`` uses each unit once only, because nothing is gained by that.
     """
-    if sum(sizes[unit] for unit in units) <= nbytes:
+    if sum(sizes[unit] for unit in units) <= room:
         return set(units)
     if len(sequence) == len(units):
         return set()
     permutation = [units[index] for index in bit_reversed(len(units))]
-    largest = [0]
-    for unit in reversed(permutation):
-        largest.append(max(largest[-1], sizes[unit]))
-    largest.reverse()
-    kept, taken = 0, 0
-    for length, unit in enumerate(permutation, 1):
-        taken += sizes[unit]
-        if taken + WINDOW * largest[length] <= nbytes:
-            kept = length
-        elif taken > nbytes:
-            break
-    return set(permutation[:kept])
+    taken = accumulate((sizes[unit] for unit in permutation), initial=0)
+    largest = list(accumulate((sizes[unit] for unit in reversed(permutation)), max, initial=0))[::-1]
+    fits = [nbytes + WINDOW * others <= room for nbytes, others in zip(taken, largest, strict=True)]
+    return set(permutation[: max((length for length, fit in enumerate(fits) if fit), default=0)])

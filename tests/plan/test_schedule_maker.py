@@ -109,6 +109,15 @@ def test_everything_stays_where_everything_fits():
     assert schedule.transfers == schedule.region_bytes == 0 and not any(schedule.after)
 
 
+def test_orders_without_uses_and_units_that_are_not_used_have_schedules():
+    nothing = make_schedule(UseOrder(()), [], 0, Times(Link(1e9), ()), ALIGN)
+    check_schedule(nothing)
+    units = [UnitCost(SIZE)] * 3
+    unused = make_schedule(UseOrder((1, 1)), units, SIZE, Times(Link(1e9), (1.0, 1.0)), ALIGN)
+    check_schedule(unused)
+    assert unused.transfers == 0 and unused.offsets.count(-1) >= 2
+
+
 def test_units_that_are_in_use_at_once_have_no_common_bytes():
     # A block's own weights are in use while its three layers are, one after the other.
     uses, ends = [], []

@@ -49,6 +49,18 @@ def test_units_of_one_size_go_round_as_in_a_ring(slots, rounds):
         assert len({offsets[(unit + ahead) % count] for ahead in range(slots)}) == slots
 
 
+def test_a_unit_is_placed_where_bytes_were_read_longest_ago():
+    sizes = [blocks * ALIGN for blocks in (2, 1, 1, 2, 1, 1, 2, 1, 1)]
+    offsets = place_units(range(9), sizes, (0, 4 * ALIGN))
+    assert [offsets[unit] // ALIGN for unit in range(6)] == [0, 2, 3, 0, 2, 3]
+
+
+def test_the_end_of_the_cycle_lies_over_what_is_needed_latest_in_the_next_one():
+    # 0, 1 and 2 fill the region, 3 is the last one. The next cycle begins with 0, so 3 lies over 1 or 2, and 2 was just read.
+    offsets = place_units(range(4), [ALIGN] * 4, (0, 3 * ALIGN))
+    assert offsets[3] == offsets[1]
+
+
 def test_what_is_used_again_soon_is_not_overlapped():
     """In an order of there and back the last units before the turn lie apart, so none of them is fetched again."""
     size, sequence = 4 * ALIGN, [0, 1, 2, 3, 4, 5, 4, 3, 2, 1]

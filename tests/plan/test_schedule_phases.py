@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from carom.core.plan.predict import Link
 from carom.core.plan.region import ALIGN
-from carom.core.plan.schedule import Times, UnitCost, UseOrder
+from carom.core.plan.schedule import Times, UnitCost, UseOrder, Way
 from carom.core.plan.schedule_check import check_schedule
 from carom.core.plan.schedule_fetches import find_visits
 from carom.core.plan.schedule_maker import make_schedule
@@ -61,6 +61,28 @@ def test_a_model_larger_than_the_region_keeps_a_part_of_it_through_its_phase():
     assert 9 * 5 <= schedule.transfers <= 10 * 6 + 2 + 8
 
 
+def test_what_streams_within_a_phase_is_packed_where_the_link_binds():
+    order, _ = prompt((6, 1), (12, 10), (12, 10), (2, 1))
+    size = 20 * ALIGN
+    times = Times(Link(1e9, 0.0), [0.1 * size / 1e9] * len(order.uses), 20e9)
+    raw, packed = (
+        make_schedule(order, [UnitCost(size, nbytes)] * 32, 8 * size, times, ALIGN)
+        for nbytes in (0, 14 * ALIGN)
+    )
+    check_schedule(packed)
+    assert set(packed.ways) == {Way.STREAMED_PACKED} and packed.transfers < 0.75 * len(order.uses)
+    assert predict_schedule(packed, times).seconds < 0.9 * predict_schedule(raw, times).seconds
+
+
+def test_a_phase_takes_no_bytes_in_front_of_its_room():
+    order, _ = prompt((6, 3))
+    visits = find_visits(order, set(range(6)), ())
+    places = place_by_phase(order, visits, dict.fromkeys(range(6), SIZE), (2 * SIZE, 7 * SIZE))
+    # Three units stay beside a window of two.
+    assert sorted(places.values())[:3] == [2 * SIZE, 3 * SIZE, 4 * SIZE] and min(places.values()) == 2 * SIZE
+    assert len([offset for offset in places.values() if offset >= 5 * SIZE]) == 3
+
+
 def test_every_second_phase_begins_at_the_other_end_of_the_region():
     order, units = prompt((2, 2), (3, 2), (2, 2))
     visits = find_visits(order, set(range(7)), ())
@@ -88,7 +110,8 @@ def test_any_phases_keep_every_rule(data):
     schedule = make_schedule(order, units, capacity, times, ALIGN)
     check_schedule(schedule)
     assert sorted(replay_blocks(schedule)) == sorted(schedule.fetched)
-    room = (0, max(sum(sizes) // 2 // ALIGN * ALIGN, max(sizes)))
+    low = data.draw(st.integers(0, 3)) * ALIGN
+    room = (low, low + max(sum(sizes) // 2 // ALIGN * ALIGN, max(sizes)))
     visits = find_visits(order, set(uses), ())
     places = place_by_phase(order, visits, dict(enumerate(sizes)), room)
     assert places.keys() == set(uses)

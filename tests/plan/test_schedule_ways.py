@@ -96,6 +96,15 @@ def test_each_visit_of_a_cycle_costs():
     assert twice.seconds(Split(0, 0, False)) == pytest.approx((2 * COUNT - 1) * COPY)
 
 
+def test_a_unit_that_is_not_used_takes_no_room_of_the_region():
+    units = [UnitCost(SIZE, PACKED)] * COUNT + [UnitCost(8 * SIZE, 8 * PACKED)]
+    with_unused, without = costs(units=units), costs()
+    for multiple in (1.0, 2.0):
+        assert with_unused.raw_split(9 * SIZE, multiple) == without.raw_split(9 * SIZE, multiple)
+        packed = (9 * SIZE, multiple, True)
+        assert with_unused.packed_split(*packed) == without.packed_split(*packed)
+
+
 @settings(deadline=None, max_examples=60)
 @given(problems())
 def test_every_split_leaves_the_region_that_it_was_asked_for(problem):
