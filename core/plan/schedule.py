@@ -132,10 +132,9 @@ class Schedule:
     ``capacity``: device bytes that the schedule may take. ``grain``: bytes to whose multiples the device's allocator
     rounds. ``ways``: how each unit is held. ``region_bytes``: bytes of the region. ``staging_bytes``: bytes of the
     buffers in which packed units arrive. ``offsets``: for each unit its one offset in the region, -1 for a unit that
-    stays unpacked. ``after``: for each position the units whose fetches are issued when all uses that end
-    there have ended, in that order.
-    ``before``: position -> units whose fetches are issued before the use there, because their trainable weights change
-    at an update before that position.
+    stays unpacked or is not used. ``after``: for each position the units whose fetches are issued, in that order, when
+    all uses that end there have ended. ``before``: position -> units whose fetches are issued before the use there,
+    because their trainable weights change at an update before that position.
     """
 
     order: UseOrder

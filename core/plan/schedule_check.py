@@ -125,20 +125,20 @@ class _Replay:
                 self._stale.update(there for there in self._there if schedule.units[there].trainable)
             self._fetch_all(schedule.before.get(position, ()), f"before position {position}", strict)
             if schedule.ways[unit] is not Way.CACHED_RAW:
-                missing = unit not in self._there
-                if missing and strict:
+                if strict and unit not in self._there:
                     raise BrokenRuleError(
                         "S5", f"the unit in its place at position {position}", "other bytes", str(unit)
                     )
-                if unit in self._stale and strict:
+                if strict and unit in self._stale:
                     raise BrokenRuleError(
                         "S7",
                         f"weights of the latest update at position {position}",
                         "older weights",
                         str(unit),
                     )
-                if missing or unit in self._stale:
-                    self._overwrite(unit)
+                self._overwrite(
+                    unit
+                )  # where the unit is there with its present weights, this changes nothing
                 self._unread.discard(unit)
             self._in_use.append((order.end(position), unit))
             while self._in_use and self._in_use[-1][0] <= position:

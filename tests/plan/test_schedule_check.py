@@ -102,6 +102,16 @@ def test_a_place_outside_the_region_or_off_the_alignment_is_named(shift):
     assert (error.rule, error.unit) == ("S2", str(unit))
 
 
+def test_a_place_that_reaches_beyond_the_region_is_named():
+    table = schedule()
+    _, unit = first_fetch(table)
+    offsets = [
+        table.region_bytes - ALIGN if index == unit else offset for index, offset in enumerate(table.offsets)
+    ]
+    error = broken_rule(dataclasses.replace(table, offsets=tuple(offsets)))
+    assert (error.rule, error.unit) == ("S2", str(unit))
+
+
 def test_a_place_for_a_unit_that_is_not_used_is_named():
     table = schedule(UseOrder((0, 1, 2, 3, 4)), slots=4, count=6)
     assert table.offsets[5] == -1
