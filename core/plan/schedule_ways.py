@@ -47,11 +47,13 @@ class Split:
 class WayCosts:
     """What the units of ``order`` cost in each way, and the order in which they are chosen to stay: ``permutation``.
 
-    ``compute``: seconds of computing in a cycle. The other sequences have an entry for each prefix of it, the empty one first. Sums over the prefix: device bytes,
-    seconds on the link in a cycle, seconds of decoding, and visits. ``largest``, ``largest_packed``: the largest slot,
-    and the largest packed form, of the units behind the prefix. ``packed``: packed bytes by unit, 0 where a unit cannot
-    be packed. ``enclosing``: the number of units whose uses contain uses of others; they come first in the permutation,
-    and all of them stay or none does, in which case they take ``zone_bytes`` of the region.
+    ``compute``: seconds of computing in a cycle. ``packed``: packed bytes by unit, 0 where a unit cannot be packed.
+    ``enclosing``: the number of units whose uses contain uses of others; they come first in the permutation, and all of
+    them stay or none does, in which case they take ``zone_bytes`` of the region.
+
+    The other sequences have an entry for each prefix of the permutation, the empty one first. They are sums over the
+    prefix (device bytes, seconds on the link in a cycle, seconds of decoding, visits), and the largest slot and the
+    largest packed form of the units behind it (``largest``, ``largest_packed``).
     """
 
     order: UseOrder
