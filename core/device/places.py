@@ -60,18 +60,16 @@ def find_offset(
     ``loss``: returns how many bytes are lost if a slot is overwritten, or None for a slot that has to stay. Of equally
     good offsets the lowest is returned.
     """
-    edges: list[int] = [0, capacity - nbytes]
-    for extent in extents:
-        edges += (extent.end, extent.begin - nbytes)
     losses: dict[int, int | None] = {id(extent.slot): loss(extent.slot) for extent in extents}
     best: tuple[int, int] | None = None
-    for edge in edges:
-        for offset in {edge // ALIGN * ALIGN, -(-edge // ALIGN) * ALIGN}:
-            if not 0 <= offset <= capacity - nbytes:
-                continue
-            lost = _total_loss(losses, extents_over(extents, offset, offset + nbytes))
-            if lost is not None and (best is None or (lost, offset) < best):
-                best = lost, offset
+    # A place that can be moved down without touching another extent loses no more there, so the ends are enough.
+    for end in (0, *(extent.end for extent in extents)):
+        offset = -(-end // ALIGN) * ALIGN
+        if offset + nbytes > capacity:
+            continue
+        lost = _total_loss(losses, extents_over(extents, offset, offset + nbytes))
+        if lost is not None and (best is None or (lost, offset) < best):
+            best = lost, offset
     return None if best is None else best[1]
 
 

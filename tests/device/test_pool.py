@@ -81,6 +81,19 @@ def test_a_place_that_is_in_use_is_refused_and_taken_afterwards(timing):
     assert bench.fetch(b) and bench.use(b.unit)
 
 
+def test_a_refused_place_keeps_what_could_have_been_given_up():
+    bench = make_bench(2)
+    a, b = make_streamed(bench, 0, 1)
+    wide = bench.make_slot(bench.make_unit(2 * UNIT), 0)
+    bench.fetch(a), bench.fetch(b)
+    user = bench.make_user()
+    bench.pool.enter(a.unit, 1, user)
+    bench.pool.leave(a, user, held=True)
+    with bench.using(b.unit):
+        assert not bench.fetch(wide)
+        assert bench.states() == {"u0": "CACHED 0", "u1": f"IN_USE {UNIT}"}
+
+
 @on_every_timing
 def test_a_place_is_overwritten_after_its_readers_on_every_stream(timing):
     bench = make_bench(1, timing=timing)
@@ -702,6 +715,16 @@ def test_a_copy_that_failed_leaves_its_place_to_others(timing):
     bench.pool.cancel_copies(threading.get_ident())
     assert not bench.use(a.unit)
     assert bench.fetch(b, decoded=True) and bench.use(b.unit)
+
+
+def test_a_user_that_leaves_before_its_fetch_is_complete_marks_nothing():
+    bench = make_bench(1)
+    unit, user = bench.make_unit(UNIT), bench.make_user()
+    (slot,) = bench.pool.fault({unit: 1}, user)
+    bench.pool.leave(slot, user)
+    assert bench.states() == {"u0": "FILLING 0"}
+    bench.pool.cancel_copies(user.thread)
+    assert not bench.use(unit)
 
 
 def test_a_copy_of_another_thread_is_not_cancelled():

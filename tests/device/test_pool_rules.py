@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 
@@ -278,6 +279,15 @@ def fault_over_cached_units(bench, slots):
         bench.pool.leave(found[0], user)
 
 
+def wait_in_vain(bench, slots):
+    bench.waiters.new_deadline = lambda: 0.0
+    other = User(threading.get_ident() + 1, bench.engine.stream())
+    bench.pool.enter(slots[0].unit, 1, other)
+    with bench.lock, contextlib.suppress(BudgetError):
+        bench.fault(bench.make_unit(5 * UNIT))
+    bench.pool.abandon(other.thread)
+
+
 def keep_version(bench, slots):
     with bench.using(slots[0].unit) as slot:
         slots[0].unit.version = 2
@@ -323,7 +333,7 @@ def close(bench, slots):
 
 
 SCENES = (
-    fetch, fetch_again, use, hold, fault_in_the_region, fault_over_cached_units, keep_version, fail, abandon, drop, lose,
+    fetch, fetch_again, use, hold, fault_in_the_region, fault_over_cached_units, wait_in_vain, keep_version, fail, abandon, drop, lose,
     reserve, new_region, address, close,
 )  # fmt: skip
 
@@ -331,7 +341,9 @@ SCENES = (
 def verify_right_again(bench: Bench, slots, place: str) -> None:
     """The owner's recovery, and then each unit has right bytes, wherever it comes to lie."""
     bench.raw.check()
-    bench.pool.abandon(threading.get_ident())
+    for thread in (0, 1):
+        bench.pool.abandon(threading.get_ident() + thread)
+    assert not bench.waiters.asleep and not bench.waiters._used
     if not bench.memory.region.nbytes and not bench.raw.closed:
         bench.pool.set_region(2 * UNIT)
     for slot in slots:
