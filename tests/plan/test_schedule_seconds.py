@@ -40,6 +40,7 @@ def test_a_cycle_takes_no_less_than_its_computing_its_copies_and_its_host(proble
     assert found.seconds >= least * (1 - 1e-6) - (copies + len(schedule.fetched) * 1e-5) / 2
     assert found.seconds >= sum(times.compute) * (1 - 1e-6)
     assert (found.wire_bytes, found.transfers) == (schedule.wire_bytes, schedule.transfers)
+    assert found.host_seconds == pytest.approx(len(schedule.fetched) * 1e-5)
 
 
 def test_units_that_are_never_fetched_cost_their_computing():
