@@ -20,11 +20,11 @@ from ..plan.predict import PackedTransfer
 from ..plan.profile import TensorTimes, learn
 from ..plan.residency import Plan
 from . import measured_planner, rule_planner
+from .carving_cache import CarvingCache
 from .host_resources import HostResources
 from .layout import Layout, Wanted
 from .managed_module import ManagedModule
 from .measured_planner import Advice, Priced
-from .plan_cache import PlanCache
 
 
 class Planner:
@@ -45,7 +45,7 @@ class Planner:
         self._granularity, self._training = granularity, training
         self.backward, self._run_compiled = backward, compiled
         self.decode_rate = engine.decode_bytes_per_second
-        self._cache = PlanCache(module.root)
+        self._carvings = CarvingCache(module.root)
         self._least: tuple[Layout, int] | None = None
 
     # -- plans
@@ -56,16 +56,10 @@ class Planner:
         Raises BudgetError with the smallest budget that works, and UnsupportedError for tensors that cannot be
         managed.
         """
-        chosen = self.settings(wanted)
-        # What units take when they are packed is known better once they were packed.
-        lasts = chosen.wires is None or self._module.checkpoint is not None
-        known = self._cache.find(chosen) if lasts else None
-        if known is not None:
-            return known
-        carving, plan = rule_planner.decide(self._module.root, chosen, self._engine.grain)
-        if lasts:
-            self._cache.keep(chosen, carving, plan)
-        return carving, plan
+        return self._decide(self.settings(wanted))
+
+    def _decide(self, chosen: rule_planner.Settings) -> tuple[Carving, Plan]:
+        return rule_planner.decide(self._carvings.carve, chosen, self._engine.grain)
 
     def settings(self, wanted: Wanted) -> rule_planner.Settings:
         """Return the inputs of the planning functions for ``wanted``."""
@@ -109,20 +103,17 @@ class Planner:
             chosen = self.settings(dataclasses.replace(wanted, vram=0, residents_among=None))
             if chosen.training is None and present.carving.adapters:
                 chosen = dataclasses.replace(chosen, training="resident")
-            least = self._cache.least(chosen)
-            if least is None:
-                try:
-                    rule_planner.decide(self._module.root, chosen, self._engine.grain)
-                    least = 0
-                except BudgetError as error:
-                    least = error.least_bytes or 0
-                self._cache.keep(chosen, present.carving, least)
+            try:
+                self._decide(chosen)
+                least = 0
+            except BudgetError as error:
+                least = error.least_bytes or 0
             self._least = present, least
         return self._least[1]
 
     def forget(self) -> None:
         """Drop all results, which refer to the module's tensors. Called after the session was closed."""
-        self._cache.forget()
+        self._carvings.forget()
         self._least = None
 
     def forget_least(self) -> None:

@@ -18,17 +18,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..common.errors import BudgetError
 from ..common.sizes import MIB, format_size
-from ..model.units import Carving, Unit, carve
+from ..model.units import Carving, Unit
 from ..placement.packer import EXPECTED, packs
 from ..plan.region import ALIGN
 from ..plan.residency import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 
 COARSE = 256 * MIB  # bytes; unit size if the host is the bottleneck, because fewer units take less host time
 PART = 128 * MIB  # bytes; `carom doctor` measures the link's rate for copies of this size and of smaller ones
+
+Carve = Callable[..., Carving]  # `model.units.carve` for one module
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,19 @@ class Settings:
     coarse: bool = False
 
 
-def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
-    """Return a carving of ``module`` (its division into units) and the plan for that carving.
+def decide(carve: Carve, settings: Settings, grain: int) -> tuple[Carving, Plan]:
+    """Return a carving (a division of the module into units) and the plan for that carving.
 
+    ``carve``: `model.units.carve` for the module.
     ``grain``: the bytes to whose multiples the device's allocator rounds up. Raises BudgetError with the
     smallest budget that works, and UnsupportedError for tensors that cannot be managed.
     """
-    limits = _limits(module, settings)
+    limits = _limits(carve, settings)
     error: BudgetError | None = None
     # Trainable weights stay on the device if they fit into the budget. Otherwise they are streamed.
     for training in ("resident", "stream") if settings.training is None else (settings.training,):
         for limit in limits:
-            carving = cut(module, replace(settings, training=training), limit)
+            carving = cut(carve, replace(settings, training=training), limit)
             adapters = sum(entry.nbytes for entry in carving.adapters) if settings.training is None else 0
             try:
                 plan = with_staging(
@@ -124,7 +126,7 @@ def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
     )
 
 
-def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
+def _limits(carve: Carve, settings: Settings) -> list[int | None]:
     """Return the limits on the bytes of a unit that `decide` tries, in order. None stands for blocks that are
     not split; 1 byte splits a block as far as it can be split.
     """
@@ -140,7 +142,7 @@ def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
     # Packed bytes wait for a staging buffer and not for a slot, so whole blocks cause no gaps between copies.
     # A training step uses each unit three times, and each use takes host time, so fewer units are better in
     # training.
-    return [None, *parts] if settings.packs and _trains(cut(module, settings, None), settings) else parts
+    return [None, *parts] if settings.packs and _trains(cut(carve, settings, None), settings) else parts
 
 
 def divided(units: list[Unit]) -> list[str]:
@@ -155,8 +157,8 @@ def divided(units: list[Unit]) -> list[str]:
     ]
 
 
-def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
-    """Return ``module`` divided into units, each of at most ``limit`` bytes where it can be split.
+def cut(carve: Carve, settings: Settings, limit: int | None) -> Carving:
+    """Return the module divided into units, each of at most ``limit`` bytes where it can be split.
 
     With ``limit=None``, no unit is split because of its size.
     """
@@ -164,7 +166,7 @@ def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
 
     def carved() -> Carving:
         return carve(
-            module, granularity=settings.granularity, limit=limit, stream_trainable=stream_trainable,
+            granularity=settings.granularity, limit=limit, stream_trainable=stream_trainable,
             stay=settings.stay, from_file=settings.from_file,
             untrained=stream_trainable and not settings.gradients,
         )  # fmt: skip

@@ -149,7 +149,7 @@ def test_the_readme_shows_whole_prompts_first(tmp_path):
     found = index.build(tmp_path, {})
     lines = [line for line in readme_part(found).splitlines() if line.startswith("| 6")]
     assert lines[:1] == [
-        "| 6 GiB, emulated | one model of 10.0 GB | 20.0, 4.00, 5.00 s | 21.0, 3.50, 3.00 s | 9.00 GB | 9.00 GB | yes |"
+        "| 6 GiB | one model of 10.0 GB | 20.0, 4.00, 5.00 s | 21.0, 3.50, 3.00 s | 9.00 | 9.00 | yes |"
     ]
     later = [line for line in page(found).splitlines() if line.startswith("| Carom | later prompts |")]
     assert "| 3.00 s | 0.600 |" in later[0] and "other steps 2.70; 12.0 GB to the device" in later[0]

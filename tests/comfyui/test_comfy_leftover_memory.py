@@ -12,7 +12,7 @@ import torch
 from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
 from carom.core.host.arena import HostArena
-from carom.core.session import rule_planner
+from carom.core.session import carving_cache
 from carom.core.session.policies import raise_budget
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
 from carom.nodes import leftover_memory, node_settings, opening
@@ -305,16 +305,16 @@ def test_a_suspended_model_returns_to_the_layout_that_it_had_where_the_offer_dif
     expected = card.run()
     budget, before = card.carom.budget, residents(card)
     card.carom.forget_room()
-    planned: list[object] = []
-    decide = rule_planner.decide
-    monkeypatch.setattr(rule_planner, "decide", lambda *a: (planned.append(1), decide(*a))[1])
+    divided: list[object] = []
+    carve = carving_cache.carve
+    monkeypatch.setattr(carving_cache, "carve", lambda *a, **k: (divided.append(1), carve(*a, **k))[1])
     for _ in range(3):
-        planned.clear()
+        divided.clear()
         card.patcher.detach()
         assert torch.equal(card.run(kept=card.kept - int(difference * LAYER)), expected)
         card.carom.forget_room()
         assert card.carom.budget == budget and residents(card) == before
-    assert not planned
+    assert not divided
 
 
 def test_a_pass_that_cannot_run_again_leaves_a_layout_whose_offer_fell_by_little(comfy, monkeypatch):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import carom
 import pytest
 import torch
+from carom.core.model.units import carve
 from carom.core.plan.residency import UnitSize, Wish, plan_residency
 from carom.core.session.rule_planner import Settings, decide
 from tests_inside import inside
@@ -41,7 +43,7 @@ def test_carving_and_planning_take_time_in_proportion_to_the_modules():
 
     def plan(count: int) -> None:
         model = models[count].requires_grad_(False)
-        _, found = decide(model, Settings(300 * count, "auto", None, {}), 512)
+        _, found = decide(partial(carve, model), Settings(300 * count, "auto", None, {}), 512)
         assert found.resident and not found.all_resident
 
     assert ratio(plan, 400) < 20  # 64, were it quadratic

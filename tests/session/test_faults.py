@@ -19,7 +19,7 @@ from carom.core.device import cpu_engine, simulated
 from carom.core.host import arena
 from carom.core.model import interpose
 from carom.core.placement import block_fill, pinned_tier, placement, resident_placer, residents
-from carom.core.session import device_weights, layout_manager, session
+from carom.core.session import carving_cache, device_weights, layout_manager, session
 from carom.core.session import rule_planner as planner
 from carom.core.streaming import backward, forward, gradients, streamer
 from tests_inside import inside
@@ -347,7 +347,7 @@ def test_an_engine_fault_during_a_step_leaks_nothing(part_, call, kind, full):
 
 
 ATTACH = [
-    (planner, "carve"), (planner, "plan_residency"), (arena.HostArena, "allocate"), (block_fill, "fill"),
+    (carving_cache, "carve"), (planner, "plan_residency"), (arena.HostArena, "allocate"), (block_fill, "fill"),
     (arena.HostArena, "pin"), ("engine", "allocate"), ("engine", "alias"), ("engine", "synchronize"),
     (resident_placer.ResidentPlacer, "keep"), (resident_placer.ResidentPlacer, "adapt"), (residents, "relocate"), (residents, "replace"),
     (block_fill.BlockFill, "begin"), (pinned_tier.PinnedTier, "_finish_fill"), (streamer.Streamer, "start"), (interpose.Wrapped, "forward"),

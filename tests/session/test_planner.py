@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import carom
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch._dynamo  # as `nn.Module.compile` imports it
 from carom.core.common.sizes import MIB
 from carom.core.model.compiling import CompiledParts
+from carom.core.model.units import carve
 from carom.core.plan.residency import SMALL_UNIT, UnitSize, Wish, plan_residency
 from carom.core.session import rule_planner as planner
 from tests_harness import EVERYWHERE, assert_same, on_simulated_devices, streamed
@@ -38,7 +40,9 @@ def larges(count: int, *wide: int, dtype: torch.dtype = torch.float32) -> nn.Seq
 
 def chosen(model: nn.Module, vram: int, granularity: str = "auto", training: str | None = None):
     compiled = CompiledParts(model).found()
-    return planner.decide(model, planner.Settings(vram, granularity, training, {}, compiled=compiled), 512)
+    return planner.decide(
+        partial(carve, model), planner.Settings(vram, granularity, training, {}, compiled=compiled), 512
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +60,10 @@ def test_large_blocks_are_split_where_the_parts_are_still_large_copies(large):
 
 
 def test_backwards_that_train_others_adapters_have_slots_for_the_turns_too(large):
-    alone = planner.decide(large, planner.Settings(600 * MIB, "auto", None, {}), 512)[1]
-    through = planner.decide(large, planner.Settings(600 * MIB, "auto", None, {}, trains=True), 512)[1]
+    alone = planner.decide(partial(carve, large), planner.Settings(600 * MIB, "auto", None, {}), 512)[1]
+    through = planner.decide(
+        partial(carve, large), planner.Settings(600 * MIB, "auto", None, {}, trains=True), 512
+    )[1]
     assert through.region_bytes >= 3 * 160 * MIB > 2 * alone.region_bytes
 
 
@@ -76,14 +82,16 @@ def test_training_begins_with_whole_blocks_where_two_find_room_beside_a_packed_o
     large = larges(4, 40960, dtype=torch.bfloat16)
     large[0].norm.requires_grad_(trains)
     settings = planner.Settings(int(budget * 160 * MIB), "auto", None, {}, packs=packs)
-    carving, plan = planner.decide(large, settings, 512)
+    carving, plan = planner.decide(partial(carve, large), settings, 512)
     assert carving.largest == (160 if whole else 80) * MIB + (large[0].norm.weight.nbytes * 2 if whole else 0)
     assert plan.slots >= 2 and (plan.staging_bytes > 0) is packs
 
 
 def test_no_room_to_unpack_in_is_kept_where_nothing_packs():
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False).double() for _ in range(6))).requires_grad_(False)
-    plan = planner.decide(model, planner.Settings(7 * MIB, "block", None, {}, packs=True), 512)[1]
+    plan = planner.decide(
+        partial(carve, model), planner.Settings(7 * MIB, "block", None, {}, packs=True), 512
+    )[1]
     assert not plan.all_resident and plan.staging_bytes == 0
 
 
@@ -97,7 +105,7 @@ def test_small_parts_stay_before_slots_are_wished_for():
 def test_whole_packed_blocks_take_two_slots_and_one_wire_and_the_rest_is_resident():
     wide = larges(6, 40960, dtype=torch.bfloat16)
     settings = planner.Settings(int(3.9 * 160 * MIB), "auto", None, {}, packs=True, trains=True)
-    carving, plan = planner.decide(wide, settings, 512)
+    carving, plan = planner.decide(partial(carve, wide), settings, 512)
     block = carving.largest
     assert block > 128 * MIB and plan.slots == 2 and 0 < plan.staging_bytes < block
     assert any(carving.units[i].nbytes == block for i in plan.resident)

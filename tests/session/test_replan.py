@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import carom
 import pytest
 import torch
 from carom.benchmarks.engines import codec_choice
-from carom.core.model.units import Carving
+from carom.core.model.units import Carving, carve
 from carom.core.placement.packer import Packing
 from carom.core.plan.predict import Link
 from carom.core.plan.profile import ForwardTiming, StepProfile, UnitTensors, UnitTiming, learn
@@ -88,7 +89,7 @@ def test_a_change_counts_what_it_brings_to_the_host():
     """Residents that leave, and what is cut otherwise: in memory that was never used and is pinned for the first time."""
     net = Net()
     settings = planner.Settings(size(net) // 2, "block", None, {})
-    carving, before = planner.decide(net, settings, 512)
+    carving, before = planner.decide(partial(carve, net), settings, 512)
     learnt: Any = SimpleNamespace(link=Link(1e18, 0.0))  # what crosses takes no time
 
     def brought(carving_after, plan_after):
@@ -101,7 +102,7 @@ def test_a_change_counts_what_it_brings_to_the_host():
     assert nbytes and brought(carving, dataclasses.replace(before, resident=stay)) == pytest.approx(nbytes)
     assert brought(carving, before) == pytest.approx(0, abs=1)
     # The same weights cut into parts: all that streams gets another place.
-    parts = planner.cut(net, dataclasses.replace(settings, granularity="phase"), None)
+    parts = planner.cut(partial(carve, net), dataclasses.replace(settings, granularity="phase"), None)
     streamed = [unit for index, unit in enumerate(carving.units) if index not in before.resident]
     moved = brought(parts, dataclasses.replace(before, resident={}))
     assert len(parts.units) > len(carving.units)
@@ -122,7 +123,9 @@ def test_weights_cross_packed_only_where_that_is_faster(packed, raw, best):
 @pytest.mark.parametrize("unpacks", [True, False])
 def test_a_small_gain_is_worth_a_change_only_where_weights_cross_raw_from_then_on(unpacks):
     net = Net()
-    carving, plan = planner.decide(net, planner.Settings(size(net) // 2, "block", None, {}), 512)
+    carving, plan = planner.decide(
+        partial(carve, net), planner.Settings(size(net) // 2, "block", None, {}), 512
+    )
     learnt: Any = SimpleNamespace(link=Link(1e9, 0.0))
     better = Priced(Wanted(0, 0, Packing(plain=True)), carving, plan, 0.99)
     assert advise(carving, plan, 1.0, better, learnt, copies=True, unpacks=unpacks).worthwhile is unpacks

@@ -14,7 +14,7 @@ from carom.core.device.simulated import SimulatedEngine
 from carom.core.host.arena import HostArena
 from carom.core.placement import host_copies, packer, placement
 from carom.core.placement.packed_tensor import PackedTensor
-from carom.core.session import rule_planner
+from carom.core.session import carving_cache
 from tests_inside import inside
 from tests_limits import units_apart_from
 from tests_residual import Residual as Net
@@ -38,44 +38,46 @@ def streamed(net, share, codec="raw", **options):
 
 
 @pytest.fixture
-def plans(monkeypatch):
-    """The plans that were made by the rule, each with a division of the module into units."""
+def carved(monkeypatch):
+    """The divisions of a module into units that were made."""
     made: list[object] = []
-    decide = rule_planner.decide
-    monkeypatch.setattr(rule_planner, "decide", lambda *a: (made.append(1), decide(*a))[1])
+    carve = carving_cache.carve
+    monkeypatch.setattr(carving_cache, "carve", lambda *a, **k: (made.append(1), carve(*a, **k))[1])
     return made
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_return_to_a_layout_that_was_there_before_plans_nothing(plans, codec):
+def test_an_unchanged_module_is_not_divided_anew_whatever_its_budget(carved, codec):
     net = Net()
     expected = run(net)
     with streamed(net, 0.7, codec) as session:
         plan = session.plan
+        least = inside(session).manager.ledger.least_bytes
+        carved.clear()
         for keep in (True, False):
-            plans.clear()
             session.park(keep=keep)
             session.set_budget(vram=int(0.7 * size(net)))
             session.unpark()
-            assert not plans and session.plan.resident == plan.resident
+            assert session.plan.resident == plan.resident
             assert torch.equal(run(net), expected)
         session.set_budget(vram=int(0.5 * size(net)))
         fallen = session.plan.resident
         session.park(keep=True)
-        plans.clear()
         session.set_budget(vram=int(0.5 * size(net)))
         session.unpark()
-        assert not plans and session.plan.resident == fallen, "the residents that a fall of the budget left"
+        assert session.plan.resident == fallen, "the residents that a fall of the budget left"
+        session.set_budget(vram=int(0.6 * size(net)))
         assert torch.equal(run(net), expected)
+        assert inside(session).manager.ledger.least_bytes == least and not carved
 
 
 @pytest.mark.parametrize("change", ["weight", "module", "strides", "gradient"])
-def test_a_module_that_changed_meanwhile_is_planned_anew(plans, change):
+def test_a_module_that_changed_meanwhile_is_divided_anew(carved, change):
     net = Net()
     with streamed(net, 0.7) as session:
         run(net)
         session.park(keep=True)
-        plans.clear()
+        carved.clear()
         linear = net.blocks[2][0]
         if change == "weight":
             linear.weight = nn.Parameter(torch.zeros_like(linear.weight), requires_grad=False)
@@ -86,7 +88,7 @@ def test_a_module_that_changed_meanwhile_is_planned_anew(plans, change):
         else:
             linear.weight.requires_grad_(True)
         expected = run(net)
-        assert plans and not session.parked
+        assert carved and not session.parked
     assert torch.equal(run(net), expected)
 
 
