@@ -1,8 +1,8 @@
 """Defines `CarvingCache`: the latest carvings of a session's module, so that an unchanged module is not divided anew.
 
-A carving is a division of the module into units. It does not depend on the budget, so sessions that are parked and
-return, and budgets that follow the free memory of the device, find their carvings here. The plan for a carving is made
-anew each time: it takes about a hundredth of the time.
+A carving is a division of the module into units. The limit of a unit's bytes rarely depends on the budget
+(`rule_planner.decide`), so sessions that are parked and return, and budgets that follow the free memory of the device,
+find their carvings here. The plan for a carving is made anew each time: it reads no tensor, so it takes little time.
 """
 
 from __future__ import annotations
