@@ -87,7 +87,10 @@ class Pool:
         return True
 
     def _begin(self, slot: Slot, version: int, over: Extents, users: frozenset[User]) -> None:
-        """Unmark what lies in the slot's place, the extents ``over``, and set the slot to FILLING, wanted by ``users``."""
+        """Set the slots of the extents ``over``, whose bytes the copy overwrites, to FREE, and ``slot`` to FILLING.
+
+        ``users``: those that use the unit once the copy is issued.
+        """
         after: dict[object, None] = {}  # each event once
         for extent in over:
             if extent.slot.now.state is _CACHED:

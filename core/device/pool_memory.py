@@ -104,7 +104,7 @@ class PoolMemory:
         return extents[place].slot if place >= 0 and offset < extents[place].end else None
 
     def make_slot(self, unit: SlotUnit, chunk: Chunk, offset: int) -> Slot:
-        """Return a new slot for ``unit`` at ``offset`` in ``chunk``. It lies there only after `Pool.issue`."""
+        """Return a new slot for ``unit`` at ``offset`` in ``chunk``. It holds the unit only after `Pool.issue`."""
         with torch.inference_mode(False), torch.no_grad():
             slot = Slot(unit, chunk, offset, self._engine.alias(chunk.memory, offset, unit.nbytes))
         chunk.slots.add(slot)

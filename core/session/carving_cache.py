@@ -2,7 +2,8 @@
 
 A carving is a division of the module into units. The limit of a unit's bytes rarely depends on the budget
 (`rule_planner.decide`), so sessions that are parked and return, and budgets that follow the free memory of the device,
-find their carvings here. The plan for a carving is made anew each time: it reads no tensor, so it takes little time.
+find their carvings here. The plan for a carving is made anew each time, which takes a small part of the time
+that the division takes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ _REMEMBERED = 12  # a plan looks at up to five carvings, see `rule_planner.decid
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A carving, and what it was made of."""
+    """A carving, and what it was made of.
 
-    options: dict[str, Any]  # the arguments of `carve`
+    ``options``: the arguments of `carve`. ``tree``: the modules, see `_tree`. ``entries``: all entries of the carving.
+    ``kinds``: what `_kinds` returned for them.
+    """
+
+    options: dict[str, Any]
     tree: list[int]
     entries: list[Entry]
     kinds: list[Any]

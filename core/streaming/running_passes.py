@@ -52,7 +52,7 @@ def _in_pass(frame: FrameType | None, runner: Runner) -> bool:
         runs_pass = code.co_filename == root_forward.__file__ and code.co_name == root_forward.PASS
         if runs_pass:
             running = frame.f_locals.get("running", _BEGINS)
-            # While a pass begins, nothing tells whose pass it is.
+            # `running` is set when `begin_pass` has returned. Until then, the frame counts for every runner.
             if running is _BEGINS or getattr(running, "runner", None) is runner:
                 return True
         frame = frame.f_back
