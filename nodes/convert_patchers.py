@@ -102,6 +102,7 @@ def _static(patcher: Any, ram: str | None = None) -> Any:
     static = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
     static.parent = None
     static.model.__dict__[MAPPED] = True
+    streaming_of(static.model).was_dynamic = True
     settle_dtypes(static.model, ram, getattr(patcher, "force_cast_weights", False))
     return static
 

@@ -52,7 +52,7 @@ class TakesRoom:
         raise NotImplementedError
 
     @property
-    def total(self) -> int:
+    def total_aligned(self) -> int:
         raise NotImplementedError
 
     def _measure(self) -> None:
@@ -91,7 +91,7 @@ class TakesRoom:
     def for_weights(self, offered: float) -> int:
         """Return the part of the ``offered`` bytes that weights may take: what casts and patches need comes off."""
         needs = self.needs + (self.lacked if self.needs else 0)
-        offer = int(min(offered, self.total + needs)) - needs
+        offer = int(min(offered, self.total_aligned + needs)) - needs
         self.short = max(0, -offer)
         return max(0, offer)
 
@@ -105,7 +105,8 @@ class TakesRoom:
         more = beyond_now(self.beyond, self.kept, self.needs)
         if self.session is not None:
             more = min(more, self.session.beyond)
-        return int(min(rounded(offer + int(more)), limit))
+        offer += int(more)
+        return int(min(offer if offer >= self.total_aligned else rounded(offer), limit))
 
     def follow_room(self, limit: float) -> None:
         """Let the session raise its budget up to ``limit`` by memory that passes leave free.

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..core.common.errors import BudgetError
 from ..core.common.progress import progress_listener
 from ..core.common.sizes import round_up_to_mib
 from ..core.metrics.report import Report
+from ..core.plan.region import ALIGN
 from ..core.session.session import Session
 from . import comfyui_api, successor
 from .before_pass import before_each_pass
@@ -50,7 +52,8 @@ class Streaming(TakesRoom):
     that loaded the model last; ``limit_changed``: whether the user has changed the device memory that he allows since
     the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;
-    ``files``: paths of the files from which the model was loaded; ``loads_whole``: whether ComfyUI is loading the weights itself;
+    ``files``: paths of the files from which the model was loaded; ``was_dynamic``: whether a dynamic patcher of ComfyUI had the model
+    before; ``loads_whole``: whether ComfyUI is loading the weights itself;
     ``ram``: bytes of RAM that the weights may take, 0 without a session; ``changes``: what Carom changed in the model;
     ``patches``: copies on the device for the model's patches.
     """
@@ -72,12 +75,12 @@ class Streaming(TakesRoom):
         self.expected: tuple = ()
         self.from_disk = False
         self.files: tuple[str, ...] = ()
-        self.loads_whole = False
+        self.was_dynamic = self.loads_whole = False
         self.ram = 0
         # Weights that were in a mapped file before the session took them.
         self._views: FileViews | None = None
         self._many_passes = True
-        self._total = 0
+        self._total = self._tensors = 0
         self._least = LeastBudgets()
         self._pins = [0]  # bytes that ComfyUI counts as pinned for this model
         self._ends: weakref.finalize | None = None
@@ -370,11 +373,17 @@ class Streaming(TakesRoom):
             self.measure_model()
         return self._total
 
+    @property
+    def total_aligned(self) -> int:
+        """The most bytes that the whole model takes of the device, where each tensor begins at a multiple of `ALIGN`."""
+        return self.total + ALIGN * self._tensors
+
     def measure_model(self) -> None:
         """Determine `total` anew, because weights were converted."""
         model = self.model
         assert model is not None
         self._total = comfyui_api.module_bytes(model)
+        self._tensors = sum(1 for _ in chain(model.parameters(), model.buffers()))
 
     def in_memory(self) -> int:
         """Return the bytes of RAM that the weights take. Views of mapped files take none while there is no session."""
@@ -408,6 +417,8 @@ class Streaming(TakesRoom):
     def line(self, loaded: int, stall: float | None = None) -> str:
         """Return a line of text for the node. ``loaded``: bytes that ComfyUI loaded; ``stall``: as in `describe`."""
         if self.streams:
+            if not self.streamed:
+                return describe("whole", self.loaded, 0, None)
             budget = None if self.budget is None else self.budget + self.patches.nbytes
             return describe("stream", self.loaded, self.streamed, budget, stall, self.weights)
         if self.suspended:

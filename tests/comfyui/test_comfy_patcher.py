@@ -1374,6 +1374,30 @@ def test_a_fresh_dynamic_model_is_taken_over_as_it_lies(comfy):
     assert torch.equal(run(ours), plain_result(comfy))
 
 
+@stand_in_only
+def test_a_dynamic_model_that_just_fits_keeps_its_session_and_streams_nothing(comfy, sessions, monkeypatch):
+    from carom.nodes import convert_patchers
+
+    as_on_a_gpu = node_settings.Way(True, "streams what does not fit")
+    monkeypatch.setattr(convert_patchers, "choose_way", lambda mode, device: as_on_a_gpu)
+    monkeypatch.setattr(comfy.management, "get_free_memory", lambda device: 1 << 30)
+    dynamic = comfy.Dynamic(filled(Model(comfy.Linear)), CPU, CPU)
+    ours, _ = convert_patchers.offload(dynamic, Settings(), fresh=True)
+    total = comfy.management.module_size(ours.model)
+    for patches in ({}, {}, difference()):
+        if patches:
+            ours.add_patches(patches)
+        assert torch.equal(run(ours), plain_result(comfy, patches))
+        streaming = streaming_of(ours.model)
+        assert streaming.session is not None and streaming.streamed == 0
+        assert total <= ours.loaded_size() and "nothing streams" in streaming.line(total)
+        ours.detach()
+        assert streaming.suspended and ours.loaded_size() == 0
+    assert sessions.count("open") == 1
+    run(ours, 3 * BLOCK)
+    assert streaming.streamed > 0, "a smaller offer is followed"
+
+
 @pytest.mark.parametrize(
     ("mode", "device", "streams"),
     [
