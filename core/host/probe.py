@@ -118,7 +118,8 @@ def cgroup_memory(
     """Return (limit, used) in bytes of the tightest memory cgroup (v1 or v2) around this process, or (None,
     None).
 
-    The used bytes exclude page cache that the kernel reclaims at once (inactive_file).
+    The used bytes exclude the page cache of files, which the kernel reclaims (MemAvailable of the whole machine excludes
+    it too). Files that were read twice are in active_file.
     """
     try:
         lines = Path(proc).read_text("utf-8")[:65536].splitlines()
@@ -143,19 +144,20 @@ def cgroup_memory(
             limit = min((n for n in limits if n is not None), default=None)
             if limit is not None and (found[0] is None or limit < found[0]):
                 used = _read_number(folder / used_name)
-                found = limit, used if used is None else max(0, used - _inactive_file(folder, v1))
+                found = limit, used if used is None else max(0, used - _file_pages(folder, v1))
     return found
 
 
-def _inactive_file(folder: Path, v1: bool) -> int:
-    """Return the bytes of reclaimable page cache in a cgroup."""
-    name = "total_inactive_file" if v1 else "inactive_file"
+def _file_pages(folder: Path, v1: bool) -> int:
+    """Return the bytes of the page cache of files in a cgroup."""
+    names = ("total_inactive_file", "total_active_file") if v1 else ("inactive_file", "active_file")
+    found = 0
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text("ascii")[:65536].splitlines():
             key, _, value = line.partition(" ")
-            if key == name and value.strip().isdecimal():
-                return int(value)
-    return 0
+            if key in names and value.strip().isdecimal():
+                found += int(value)
+    return found
 
 
 def is_wsl(version: str | os.PathLike = "/proc/version") -> bool:

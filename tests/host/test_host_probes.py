@@ -37,7 +37,7 @@ def test_the_tightest_cgroup_v2_ancestor_counts(tmp_path):
     proc.write_text("0::/user.slice/app.scope\n")
     group_tree(tmp_path / "fs", {
         "memory.max": "max\n", "user.slice/memory.max": "8000000\n", "user.slice/memory.current": "3000000\n",
-        "user.slice/memory.stat": "anon 1\ninactive_file 1000000\n", "user.slice/app.scope/memory.max": "max\n",
+        "user.slice/memory.stat": "anon 1\ninactive_file 900000\nactive_file 100000\n", "user.slice/app.scope/memory.max": "max\n",
     })  # fmt: skip
     assert probe.cgroup_memory(proc, tmp_path / "fs") == (8_000_000, 2_000_000)
 
@@ -53,7 +53,7 @@ def test_a_cgroup_v1_limit_counts_and_its_no_limit_does_not(tmp_path):
     proc = tmp_path / "cgroup"
     proc.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n")
     files = {"memory/docker/abc/memory.limit_in_bytes": "7000\n", "memory/docker/abc/memory.usage_in_bytes": "4000\n",
-             "memory/docker/abc/memory.stat": "total_inactive_file 500\n", "memory/memory.limit_in_bytes": "9223372036854771712\n"}  # fmt: skip
+             "memory/docker/abc/memory.stat": "total_inactive_file 400\ntotal_active_file 100\n", "memory/memory.limit_in_bytes": "9223372036854771712\n"}  # fmt: skip
     group_tree(tmp_path / "fs", files)
     assert probe.cgroup_memory(proc, tmp_path / "fs") == (7000, 3500)
     (tmp_path / "fs/memory/docker/abc/memory.limit_in_bytes").write_text("9223372036854771712\n")
