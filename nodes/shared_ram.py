@@ -34,7 +34,7 @@ def take_share(model: Streaming, need: int, many_passes: bool, ram: str) -> Shar
     others = [one for one in suspended_models if one is not model]
     others += [one for one in open_models if one is not model and one not in suspended_models]
     holders = [Holder(one.ram, one.suspended or one.from_disk, one.from_disk) for one in others]
-    limit = comfyui_api.ram_limit(ram, model.ram + sum(one.nbytes for one in holders))
+    limit = comfyui_api.ram_limit(ram, sum(one.ram_now() for one in (model, *others)))
     share = divide(limit, need, many_passes, holders)
     for other, nbytes in zip(others, share.keeps, strict=True):
         if nbytes < other.ram:

@@ -203,6 +203,7 @@ class Streaming(TakesRoom):
             with comfyui_api.laying_out():
                 self.session.set_budget(ram=nbytes)
             self.ram = nbytes
+            self.count_pinned()
             return
         views = self._views
         self.close()
@@ -391,6 +392,15 @@ class Streaming(TakesRoom):
         if self.session is not None or model is None:
             return self.ram
         return sum(tensor.nbytes for tensor in weights_in_memory(model))
+
+    def ram_now(self) -> int:
+        """Return the bytes of RAM that the session's weights take now: less than `ram` while a cache of weights on disk is
+        not full.
+        """
+        report = self.report()
+        if not self.from_disk or report is None:
+            return self.ram
+        return min(self.ram, report.pinned_bytes + report.pageable_bytes)
 
     def _measure(self) -> None:
         report = self.report()
