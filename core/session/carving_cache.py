@@ -47,9 +47,7 @@ class CarvingCache:
     def carve(self, **options: Any) -> Carving:
         """Return what `carve` returns for the module. ``options``: the arguments of `carve`."""
         tree = _tree(self._root)
-        # Carvings of tensors that were replaced would keep them in memory.
-        for known in [known for known in self._known if known.tree != tree or _replaced(known.entries)]:
-            self._known.remove(known)
+        self._forget_replaced(tree)
         for known in self._known:
             if known.options == options and all(map(_same, known.kinds, _kinds(known.entries))):
                 return _copy(known.carving)
@@ -59,6 +57,18 @@ class CarvingCache:
         entries += [entry for entry, _ in own.resident] + own.adapters
         self._known.appendleft(_Known(options, tree, entries, _kinds(entries), own))
         return carving
+
+    def forget_replaced(self) -> None:
+        """Forget the carvings of tensors that the module does not have any more, and which they would keep in memory.
+
+        Called after a layout has ended. Residents of a file were tensors of their own while it was in effect.
+        """
+        if self._known:
+            self._forget_replaced(_tree(self._root))
+
+    def _forget_replaced(self, tree: list[int]) -> None:
+        for known in [known for known in self._known if known.tree != tree or _replaced(known.entries)]:
+            self._known.remove(known)
 
     def forget(self) -> None:
         """Forget all carvings, and the module."""

@@ -593,7 +593,7 @@ class LayoutManager:
             steps.append(self.module.quantized.follow)
         if not keep:
             steps.append(self.host.copies.clear)
-        run_all(*steps)
+        run_all(*steps, self.planner.forget_replaced)
 
     def _note_order(self) -> None:
         """Keep the order in which units were used, for the next layout and the next session of the module."""

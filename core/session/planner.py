@@ -111,6 +111,10 @@ class Planner:
             self._least = present, least
         return self._least[1]
 
+    def forget_replaced(self) -> None:
+        """Drop results that refer to tensors which the module does not have any more. Called after a layout has ended."""
+        self._carvings.forget_replaced()
+
     def forget(self) -> None:
         """Drop all results, which refer to the module's tensors. Called after the session was closed."""
         self._carvings.forget()
