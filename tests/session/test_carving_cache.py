@@ -55,7 +55,8 @@ def test_residents_of_a_file_are_freed_when_their_session_is_parked(tmp_path):
     net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))).requires_grad_(False)
     save_file(net.state_dict(), tmp_path / "weights.safetensors")
     with safe_open(tmp_path / "weights.safetensors", "pt") as file:
-        net.load_state_dict({name: file.get_tensor(name) for name in file.keys()}, assign=True)
+        names = file.keys()
+        net.load_state_dict({name: file.get_tensor(name) for name in names}, assign=True)
     total = bytes_of(net)
     options = StreamSettings(
         device=carom.SimulatedDevice(), vram=total * 4 // 10, ram=total * 4 // 10, disk=tmp_path
