@@ -114,6 +114,7 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     def leaving() -> None:
         changes.follow()
         memory.forget_state()
+        raise_budget.forget_state()
 
     manager.leaving, manager.laid_out = leaving, raise_budget.laid_out
     return Parts(

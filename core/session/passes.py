@@ -165,7 +165,7 @@ class Passes:
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
         """Record that a pass has succeeded. ``before``: the snapshot that `before` returned for the pass."""
         if before is not None:
-            self._memory.went_well(before)
+            self._recovery.went_well(before)
         if self._raise_budget.room is not None:
             self._raise_budget.passed(args, kwargs)
             if self._manager.attached:

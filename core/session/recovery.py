@@ -34,6 +34,13 @@ class Recovery:
             return self._raise_budget.before(args, kwargs)
         return self._memory.before(args, kwargs)
 
+    def went_well(self, before: PassSnapshot) -> None:
+        """Record that a pass with the snapshot ``before`` has succeeded."""
+        if self._raise_budget.room is not None:
+            self._raise_budget.went_well(before)
+        else:
+            self._memory.went_well(before)
+
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
         """Reduce the weights on the device after ``error``. Returns whether the pass may run again."""
         if not isinstance(error, OutOfMemory):

@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-LIMIT = 64 << 20  # bytes of inference-mode inputs that may be copied in passes that record the module tree
-STEADY_LIMIT = 8 << 20  # the same limit in other passes
+LIMIT = 64 << 20  # bytes of inference-mode inputs that may be copied in the first passes of a layout
+STEADY_LIMIT = 8 << 20  # the same limit where every pass is copied
 _HOLD = (dict, list, OrderedDict, defaultdict, deque)  # containers whose contents can be restored
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _DEPTH, _MOST, _MOST_SEEN = (
@@ -104,17 +104,19 @@ class PassSnapshot:
 
     ``read``: the arguments that the pass reads, if it does not read all.
     ``state``: the record of the module from an earlier pass, if there is one.
+    ``limit``: the most bytes of inference-mode tensors that are copied, `LIMIT` by default.
     ``possible``: whether the pass could run again.
     """
 
     def __init__(
-        self, module: nn.Module, args: tuple, kwargs: dict, read: Any = None, state: ModuleState | None = None
-    ) -> None:
+        self, module: nn.Module, args: tuple, kwargs: dict, read: Any = None, state: ModuleState | None = None,
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.state = ModuleState(module) if state is None else state
         read = (args, kwargs) if read is None else read
-        self.possible = repeats(read, LIMIT if state is None else STEADY_LIMIT)
+        self.possible = repeats(read, LIMIT if limit is None else limit)
         if not self.possible:
             return
         tensors = [leaf for leaf in tree_leaves(read) if isinstance(leaf, torch.Tensor)]

@@ -443,3 +443,20 @@ def test_sizes_of_inputs_are_not_remembered_without_end():
             for rows in range(1, 100):
                 net(torch.ones(rows, 48))
         assert len(inside(session).memory.asked) <= 64
+
+
+def test_the_module_is_recorded_once_for_a_layout(monkeypatch):
+    """A record of a large model takes as long as a part of its step, and each return to the device is a new layout."""
+    made: list[object] = []
+    init = again.ModuleState.__init__
+    monkeypatch.setattr(again.ModuleState, "__init__", lambda *a: (made.append(a[0]), init(*a))[1])
+    net, device, vram = card(0.25)
+    expected = step(net, False)
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        grown(session, net)
+        made.clear()
+        for _ in range(2):
+            session.park(keep=True)
+            session.expect_anew()
+            assert all(torch.equal(step(net, False), expected) for _ in range(8))
+        assert len(made) == 2

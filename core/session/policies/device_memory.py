@@ -19,7 +19,7 @@ from ...budget import optimizer_reserve
 from ...budget.device_governor import Governor
 from ...budget.shared_budget import SharedBudget, mates_on
 from ...common.sizes import format_size
-from ...streaming.pass_retry import ModuleState, PassSnapshot, sizes
+from ...streaming.pass_retry import STEADY_LIMIT, ModuleState, PassSnapshot, sizes
 from ..device_weights import DeviceWeights
 from ..layout import Outcome, Wanted
 from ..layout_manager import LayoutManager
@@ -225,7 +225,7 @@ class DeviceMemory:
             return (
                 None
                 if steady is None
-                else PassSnapshot(self._manager.module.root, args, kwargs, state=steady)
+                else PassSnapshot(self._manager.module.root, args, kwargs, state=steady, limit=STEADY_LIMIT)
             )
         if not known:
             governor.unsettle()
