@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import sys
@@ -169,6 +170,49 @@ def test_a_model_that_gives_its_ram_up_is_spilled_once(comfy, packed):
     assert all(views.find(value) for value in models[0].model.parameters() if value.nbytes > 4096)
     for key, value in models[0].model.state_dict().items():
         assert torch.equal(value, weights[key])
+
+
+@linux
+def test_a_cache_on_disk_counts_with_the_ram_that_it_holds(comfy, packed, monkeypatch):
+    """Under auto the limit is the free memory and what the models hold. A cache that is not full holds less than its bound."""
+    from carom.nodes import comfyui_api
+    from carom.nodes.streaming import streaming_of
+
+    first = load(comfy, "lossless", ram="300KiB")
+    first.partially_load(torch.device("cpu"), 1e32)
+    waiting = streaming_of(first.model)
+    assert waiting.from_disk and waiting.ram_now() < waiting.ram
+    first.detach()
+    held: list[int] = []
+    ram_limit = comfyui_api.ram_limit
+    monkeypatch.setattr(
+        comfyui_api, "ram_limit", lambda value, now: (held.append(now), ram_limit(value, now))[1]
+    )
+    second = load(comfy, "nf4", ram="auto")
+    held.clear()  # those of the loader, which counts what each model may hold
+    second.partially_load(torch.device("cpu"), 1e32)
+    assert held and max(held) <= waiting.ram_now() < waiting.ram
+
+
+@linux
+def test_ram_that_a_cache_gives_up_leaves_comfyuis_count_of_pinned_memory(comfy, monkeypatch):
+    from carom.nodes import comfyui_api
+    from carom.nodes.streaming import Streaming, streaming_of
+
+    model = load(comfy, "lossless", ram="300KiB")
+    model.partially_load(torch.device("cpu"), 1e32)
+    streaming = streaming_of(model.model)
+    counted: list[int] = []
+    monkeypatch.setattr(comfyui_api, "count_pinned", counted.append)
+    report = streaming.report()  # nothing is pinned on the CPU
+    for pinned in (500, 200):
+        pins = dataclasses.replace(report, pinned_bytes=pinned)
+        monkeypatch.setattr(Streaming, "report", lambda self, pins=pins: pins)
+        if pinned == 500:
+            streaming.count_pinned()
+        else:
+            streaming.give_up_ram(16 << 10)
+    assert counted == [500, -300]
 
 
 def test_a_second_run_of_the_loader_decodes_too(comfy, packed):
