@@ -376,7 +376,7 @@ class Streaming(TakesRoom):
 
     @property
     def total_aligned(self) -> int:
-        """The most bytes that the whole model takes of the device, where each tensor begins at a multiple of `ALIGN`."""
+        """The most bytes of device memory that the whole model takes. Each tensor begins there at a multiple of `ALIGN`."""
         return self.total + ALIGN * self._tensors
 
     def measure_model(self) -> None:

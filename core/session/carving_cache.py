@@ -61,7 +61,8 @@ class CarvingCache:
     def forget_replaced(self) -> None:
         """Forget the carvings of tensors that the module does not have any more, and which they would keep in memory.
 
-        Called after a layout has ended. Residents of a file were tensors of their own while it was in effect.
+        Called after a layout has ended. While it was in effect, weights of a file that stay on the device were other
+        tensors than those that the module has now.
         """
         if self._known:
             self._forget_replaced(_tree(self._root))
