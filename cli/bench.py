@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"comma-separated, of {', '.join(ENGINES)} (default: all that can run)",
     )
-    add("--mode", default="infer,train", metavar="LIST", help="infer, train or both (default: both)")
+    add("--mode", default="both", metavar="LIST", help="infer, train or both (default: both)")
     add(
         "--d",
         type=int,
@@ -94,7 +94,7 @@ def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
     """
     defaults = _CPU if device == "cpu" else _GPU
     engines = _names(args.engines, ENGINES, "--engines") if args.engines != "all" else list(ENGINES)
-    modes = _names(args.mode, MODES, "--mode")
+    modes = MODES if args.mode == "both" else _names(args.mode, MODES, "--mode")
     codecs = _names(args.codec, CODECS, "--codec")
     depth = defaults["depth"] if args.depth is None else args.depth
     base = Case(

@@ -104,6 +104,12 @@ def least_for_passes() -> int:
     return int(management().minimum_inference_memory())
 
 
+def has_dynamic_vram() -> bool:
+    """Return whether ComfyUI's loaders make patchers of its dynamic VRAM."""
+    memory = sys.modules.get("comfy.memory_management")  # older releases have none
+    return bool(getattr(memory, "aimdo_enabled", False))
+
+
 def unload(patcher: Any) -> None:
     """Have ComfyUI unload a model and its clones from the device. ComfyUI loads the model again for its next use."""
     unload_model = getattr(management(), "unload_model_and_clones", None)

@@ -10,8 +10,8 @@ import torch
 
 from ..core.common.errors import UnsupportedError
 from . import comfyui_api
+from .file_preparation import prepare_kernels
 from .inference_tensors import MAPPED, own_memory, structure_of
-from .kernel_warm_up import prepare_kernels
 from .meant_dtypes import meant_bytes, settle_dtypes
 from .node_settings import Settings, Way, choose_way, without_gain
 from .patcher import KEY, strip, wear

@@ -11,9 +11,9 @@ from comfy_api.latest import io  # type: ignore[import-not-found]
 
 from . import comfyui_api
 from .convert_patchers import offload, offload_clip, offload_vae, told
+from .file_preparation import prepare_file
 from .host_allocator import give_large_blocks_back
 from .inference_tensors import MAPPED, own_memory
-from .kernel_warm_up import prepare_kernels
 from .loader_options import (
     dtype_options,
     embedding_folders,
@@ -27,22 +27,11 @@ from .loader_options import (
 from .mapped_loading import mapped_weights
 from .node_settings import Settings, choose_way
 from .packed_loading import Unpacking
-from .read_ahead import read_ahead
 from .widgets import CATEGORY, device_widget, settings_from, widgets
 
 NO_FILE = "none"
 VAES = ("comfyui", "stream")
 MODEL, CLIP, VAE = "The model, for a sampler.", "The text encoder, for prompts.", "The VAE, for images."
-
-
-def ahead(path: str, settings: Settings, device: torch.device) -> None:
-    """Start reading the file at ``path`` in the background while the model is built, if its weights will stream.
-
-    The kernels that unpack its weights are compiled meanwhile.
-    """
-    if choose_way(settings.mode, device.type).streams:
-        read_ahead(path)
-        prepare_kernels(path, settings, device)
 
 
 @contextlib.contextmanager
@@ -103,7 +92,7 @@ class CaromLoadDiffusionModel(io.ComfyNode):
         device, placed = comfyui_api.chosen_device(options.get("device"))
         path = path_of("diffusion_models", unet_name)
         asked = {**dtype_options(weight_dtype), **placed}
-        ahead(path, settings, device)
+        prepare_file(path, settings, device)
         with reading(settings, device) as unpacking:
             model = loaded(unet_name, lambda: comfy.sd.load_diffusion_model(path, model_options=asked))
         unpacking.keep(model)
@@ -156,7 +145,7 @@ class CaromLoadCheckpoint(io.ComfyNode):
         settings = settings_from(cls, options)
         device, placed = comfyui_api.chosen_device(options.get("device"))
         path = path_of("checkpoints", ckpt_name)
-        ahead(path, settings, device)
+        prepare_file(path, settings, device)
         with reading(settings, device) as unpacking:
             model, clip, vae = loaded(
                 ckpt_name,
@@ -229,7 +218,7 @@ class CaromLoadCLIP(io.ComfyNode):
         paths = [path_of("text_encoders", name) for name in names]
         kind = getattr(comfy.sd.CLIPType, type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
         for path in paths:
-            ahead(path, settings, device)
+            prepare_file(path, settings, device)
         with reading(settings, device) as unpacking:
             clip = loaded(
                 ", ".join(names),

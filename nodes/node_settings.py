@@ -150,10 +150,10 @@ def without_gain(size: int, room: int, for_passes: int) -> Way | None:
     """Return the decision that ComfyUI keeps a model of ``size`` bytes, None where streaming may gain.
 
     ``room``: bytes of the device that are free when no other model is on it; ``for_passes``: bytes that ComfyUI keeps
-    free for passes at least. A model that fits beside twice these bytes streams nothing, and its host's own loading and
+    free for passes at least. A model that fits beside these bytes streams nothing, and its host's own loading and
     switching is then as fast as Carom's or faster.
     """
-    if size + 2 * for_passes > room:
+    if size + for_passes > room:
         return None
     return Way(
         False, f"the whole model fits ({format_size(size)} of {format_size(room)}); ComfyUI keeps the weights"

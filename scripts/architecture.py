@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- drawn by scripts/architecture.py -->", "<!-- end of the drawing -->"
 # The packages from top to bottom. An import may only point down (contract in pyproject.toml, lint-imports checks it).
 LAYERS = (
-    "session", "budget", "streaming", "placement", "metrics", "model", "device", "host", "checkpoint", "codec", "plan",
+    "session", "budget", "streaming", "placement", "stores", "metrics", "model", "device", "host", "checkpoint", "codec", "plan",
     "common",
 )  # fmt: skip
 

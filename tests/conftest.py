@@ -39,7 +39,7 @@ if os.environ.get("CAROM_RECORD_LOCKS"):
 _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
 # Helpers of the tests: tests/ is no package, and its folders are not on the path. Each comes after those that it imports.
 for helper in (
-    "inside", "limits", "watch", "interrupts", "ranks", "priority_pools", "lossless_reference", "models", "residual", "uneven", "pairwise", "harness", "wrappers", "disk_harness", "stand_in_machines", "fake_kernel32", "fake_dxgi", "held_open", "pool_bench",
+    "inside", "limits", "watch", "interrupts", "ranks", "priority_pools", "lossless_reference", "models", "residual", "uneven", "pairwise", "harness", "wrappers", "disk_harness", "stand_in_machines", "fake_kernel32", "fake_dxgi", "held_open", "pool_bench", "toy_store",
     "comfyui/comfy_server", "comfyui/comfy_graphs", "comfyui/comfy_stand_in", "comfyui/comfy_layers", "comfyui/web_page", "aimdo_stand_in", "ai_toolkit/aitoolkit_stand_in",
 ):  # fmt: skip
     path = ROOT / "tests" / "support" / f"{helper}.py"

@@ -209,7 +209,10 @@ def point(model, case, device, share: float, learnt, host, lib) -> dict:
         there, work = whole(learnt, session, lib)
         sizes = [unit.nbytes for unit in layout_of(session).carving.units]
         plan = session.plan
-        found = lib["predict"].predict(sizes, plan.resident, plan.region_bytes, work, there.link, host=host)
+        fetches = lib["measured_planner"].fetches_of_step(work, sizes, plan.resident, plan.region_bytes)
+        found = lib["predict"].predict(
+            sizes, plan.resident, plan.region_bytes, work, there.link, fetches, host=host
+        )
         run_steps(session, model, inputs, case.mode, WARMUP)
         begin = time.perf_counter()
         run_steps(session, model, inputs, case.mode, STEPS)

@@ -131,8 +131,8 @@ PARTS = (
     ),
     Part(
         "Schedules",
-        "Predicted seconds of a cycle with the table of `make_schedule`, over those that are predicted with the plan and the "
-        "prefetcher of today's engine, in random cases. Both predictions are computed; nothing is run.",
+        "Predicted seconds of a cycle with the table of `make_schedule`, over those of a prefetcher that decides at "
+        "each use what to fetch next and where to, as Carom did before, in random cases. Both predictions are computed; nothing is run.",
         lambda cell: cell.kind == "schedules",
     ),
 )  # fmt: skip

@@ -81,6 +81,14 @@ def codec_choice_rows(record: dict[str, Any]) -> list[Row]:
         times = ", ".join(
             f"{codec} {1e3 * one['results'][codec]['seconds']:.2f} ms" for codec in ("raw", "lossless")
         )
+        places = one.get("places")
+        if places is not None:
+            by_room = ", ".join(
+                f"{number} {1e3 * places[number]['seconds']:.2f} ms" for number in ("one", "two")
+            )
+            taken = "one" if one["results"]["auto"]["one_decoded"] else "two"
+            room = f"room for {taken}" if one["chosen"] == "lossless" else "raw"
+            times += f"; decoded units in the region: {by_room}; auto: {room}"
         found.append(
             Row(
                 f"{one['model']}, {job}, {record['device']}", f'Carom, codec="auto", {one["budget"]:.0%} of the weights as budget',
@@ -135,16 +143,20 @@ def host_calls_rows(record: dict[str, Any]) -> list[Row]:
 
 
 def schedule_rows(record: dict[str, Any]) -> list[Row]:
-    """Return the rows of a record of `schedules`: predicted seconds over those of today's plans, and seconds of tables."""
+    """Return the rows of a record of `schedules`: predicted seconds over those of a prefetcher, and seconds of tables."""
     found = []
-    for words, key in (("units that cross raw", "figures"), ("units that may be packed", "packed_figures")):
+    for words, key in (
+        ("units that cross raw", "figures"),
+        ("units that may be packed", "packed_figures"),
+        ("the units of a session", "session_figures"),
+    ):
         group = f"predicted seconds of a schedule, {words}"
-        for kind, one in record[key].items():
+        for kind, one in record.get(key, {}).items():
             case = f"{kind}, {one['count']} random cases"
             if kind == "all":
-                found.append(Row(group, case, "median", "of today's", one["median"]))
-                found.append(Row(group, case, "nine of ten", "of today's", one["nine_of_ten"]))
-            found.append(Row(group, case, "worst", "of today's", one["worst"]))
+                found.append(Row(group, case, "median", "of the prefetcher's", one["median"]))
+                found.append(Row(group, case, "nine of ten", "of the prefetcher's", one["nine_of_ten"]))
+            found.append(Row(group, case, "worst", "of the prefetcher's", one["worst"]))
     for one in record["tables"]:
         case = f"a table of {one['units']:,} units, {one['kind']}"
         found.append(Row("making a table, on the CPU", case, "time", "ms", one["seconds"] * 1e3))

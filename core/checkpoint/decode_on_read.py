@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from ..codec.host_decode import HostBlob
 from ..common.commit_memory import with_advice
 from ..common.errors import CaromError, WeightsError
 from .direct_io import aligned_buffer
+from .file_read import FileRead, ReadTarget
 from .header import show
 from .packed_source import PackedSource
 from .read_handle import SubmittedRead
@@ -33,39 +35,12 @@ MAX_RUNNING = 2  # blobs that are read or decoded at the same time
 MAX_IDLE_BLOBS = 2  # blobs without requests that are kept in memory for further ranges
 
 
-class DecodedRead(SubmittedRead):
-    """A read whose bytes are decoded from a packed tensor."""
-
-    def __init__(
-        self, source: PackedSource, offset: int, target: memoryview, label: str, priority: float
-    ) -> None:
-        super().__init__(source, offset, len(target), label, priority)
-        self._target: np.ndarray | None = np.frombuffer(target, np.uint8) if len(target) else None
-        self._claimed = False
-
-    def _abandon(self) -> bool:
-        return not self._claimed
-
-    def _release(self) -> None:
-        self._target = None
-
-    def _claim(self) -> np.ndarray | None:
-        """Claim the read: return the target to write to before `_finish`, or None if the read was
-        cancelled.
-        """
-        with self._lock:
-            if self._cancelled or self._event.is_set():
-                return None
-            self._claimed = True
-            return self._target
-
-
 @dataclass(eq=False)
 class _BlobJob:
     """A blob that is to be read, with the reads that wait for its decoded bytes."""
 
     source: PackedSource
-    reads: list[DecodedRead] = field(default_factory=list)
+    reads: list[SubmittedRead] = field(default_factory=list)
     blob: HostBlob | None = None
     run: Future[None] | None = None  # while a thread of the pool runs the job, or will
 
@@ -86,15 +61,12 @@ class DecodingReader:
         self._closed = False
 
     def submit(
-        self, source: PackedSource, offset: int, target: memoryview, label: str, priority: float
-    ) -> DecodedRead:
-        """Submit a read of the decoded bytes ``offset`` to ``offset + len(target)`` of ``source`` into
-        ``target``.
-        """
-        read = DecodedRead(source, offset, target, label or f"tensor {show(source.stored.name)}", priority)
-        if not len(target):
-            read._finish()
-            return read
+        self, source: PackedSource, wanted: FileRead, target: ReadTarget, priority: float,
+        when_done: Callable[[SubmittedRead], Any] | None = None,
+    ) -> SubmittedRead:  # fmt: skip
+        """Submit the read ``wanted``, a range of the decoded bytes of ``source``, into ``target``."""
+        chunk = wanted, wanted.offset, wanted.nbytes
+        read = SubmittedRead((wanted,), (chunk,), target, priority, when_done)
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reader is closed")
@@ -145,15 +117,21 @@ class DecodingReader:
         except BaseException as caught:  # noqa: BLE001 - the reads' callers receive the error
             error = caught
         for read in reads:
-            target = read._claim()
+            claimed = read.claim_chunk(0)
+            if claimed is None:  # it was cancelled
+                continue
             failure = error
-            if target is not None and job.blob is not None and error is None:
+            if job.blob is not None and error is None:
+                (wanted, offset, nbytes), target = claimed
                 try:
-                    job.blob.read(read.offset, target)
+                    job.blob.read(
+                        offset, np.frombuffer(target.view, np.uint8)[wanted.at : wanted.at + nbytes]
+                    )
                 except BaseException as caught:  # noqa: BLE001
                     failure = caught
-            del target  # no reference to the target may be left when the buffer's owner is notified
-            read._finish(failure)
+                del target  # no reference to the target may be left when the buffer's owner is notified
+            del claimed
+            read.end_chunk(failure)
         with self._lock:
             job.run = None
             if job.blob is None and not job.reads:

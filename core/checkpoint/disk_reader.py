@@ -16,21 +16,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
 
 from ..common import interruptible
 from ..common.background import BackgroundThread
 from ..common.errors import WeightsError
 from .direct_io import ALIGN, RawFile, open_raw
+from .file_read import FileRead, ReadTarget
 from .header import show
 from .index import SourceFile, TensorEntry
 from .packed_source import PackedSource
 from .read_concurrency import ReadLimit, ReadPermit
-from .read_handle import ReadHandle, SubmittedRead
+from .read_handle import Chunk, SubmittedRead
 from .read_path import ReadPathTuner
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class _Shared:
     memory: RangesInMemory | None = None
     checks: RangeChecks | None = None
     lock: threading.Condition = field(default_factory=threading.Condition)
-    heap: list[tuple[float, int, int, ReadHandle]] = field(default_factory=list)
+    heap: list[tuple[float, int, int, SubmittedRead]] = field(default_factory=list)
     files: dict[SourceFile, RawFile] = field(default_factory=dict)
     opening: threading.Lock = field(default_factory=threading.Lock)
     stats: ReaderStats = field(default_factory=ReaderStats)
@@ -175,39 +174,59 @@ class DiskReader:
         """Submit a read of ``nbytes`` bytes at ``offset`` of ``file``, as `submit` does; ``label`` names the
         bytes in errors.
         """
-        target = as_bytes(into)
-        if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
-            raise ValueError(f"bytes {offset} to {offset + nbytes} of {file.path!r}, which has {file.size}")
-        if len(target) < nbytes:
-            raise ValueError(f"a buffer of {len(target)} bytes for a read of {nbytes}")
-        if isinstance(file, PackedSource):
-            return self._get_decoding_reader().submit(file, offset, target[:nbytes], label, priority)
-        handle = ReadHandle(file, offset, target[:nbytes], label or f"bytes at {offset}", priority)
-        if nbytes == 0:
-            handle._finish()
-            return handle
-        # Cut at multiples of the chunk size in the file, so that only the two ends of a request can be
-        # unaligned.
-        edges = [
-            offset,
-            *range(
-                offset - offset % self.policy.chunk + self.policy.chunk, offset + nbytes, self.policy.chunk
-            ),
-        ]
-        for start, end in zip(edges, [*edges[1:], offset + nbytes], strict=True):
-            handle._waiting[start] = end - start
-        self._push(handle, edges)
+        read = FileRead(file, offset, nbytes, 0, label or f"bytes at {offset}")
+        (handle,) = self.submit_reads((read,), ReadTarget.of(into), priority)
         return handle
+
+    def submit_reads(
+        self, reads: Sequence[FileRead], target: ReadTarget, priority: float = 0,
+        when_done: Callable[[SubmittedRead], Any] | None = None,
+    ) -> list[SubmittedRead]:  # fmt: skip
+        """Submit the reads of several ranges into one memory at once. Returns one handle for all ranges that are read as
+        they are, and one for each range of a packed tensor.
+
+        Ranges with a lower ``priority`` are read first, equal ones in the order of submission. ``when_done``: called with
+        each handle at its end, by the thread that ends it. Raises ValueError for a range outside its file or outside
+        ``target``.
+        """
+        room = len(target.view)
+        for read in reads:
+            if read.offset < 0 or read.nbytes < 0 or read.offset + read.nbytes > read.file.size:
+                end = read.offset + read.nbytes
+                raise ValueError(
+                    f"bytes {read.offset} to {end} of {read.file.path!r}, which has {read.file.size}"
+                )
+            if read.at < 0 or read.at + read.nbytes > room:
+                raise ValueError(f"a buffer of {room} bytes for a read of {read.nbytes} to byte {read.at}")
+        handles: list[SubmittedRead] = []
+        plain = [read for read in reads if not isinstance(read.file, PackedSource) or not read.nbytes]
+        if len(plain) < len(reads):
+            for read in reads:
+                if isinstance(read.file, PackedSource) and read.nbytes:
+                    decoder = self._get_decoding_reader()
+                    handles.append(decoder.submit(read.file, read, target, priority, when_done))
+        if plain:
+            # A longer range is cut at multiples of the chunk size in the file, so that only its two ends can be unaligned.
+            size, chunks = self.policy.chunk, list[Chunk]()
+            for read in plain:
+                start, end = read.offset, read.offset + read.nbytes
+                while start < end:
+                    stop = end if read.nbytes <= size else min(start - start % size + size, end)
+                    chunks.append((read, start, stop - start))
+                    start = stop
+            handles.append(handle := SubmittedRead(plain, chunks, target, priority, when_done))
+            if chunks:
+                self._push(handle, range(len(chunks)))
+            else:
+                handle.finish()
+        return handles
 
     def reprioritise(self, handle: SubmittedRead, priority: float) -> None:
         """Change the priority of the parts of a request that no worker has begun."""
-        with handle._lock:
-            handle.priority = priority
-            # A packed tensor: `DecodingReader` reads the priority when it chooses its next blob.
-            if not isinstance(handle, ReadHandle):
-                return
-            starts = sorted(handle._waiting)
-        self._push(handle, starts)
+        handle.priority = priority
+        # A packed tensor: `DecodingReader` reads the priority when it chooses its next blob.
+        if not isinstance(handle.reads[0].file, PackedSource) and (numbers := handle.waiting()):
+            self._push(handle, numbers)
 
     def compares(self, file: SourceFile) -> bool:
         """Return whether bytes of ``file`` are compared with a CRC-32 when they are read."""
@@ -249,16 +268,16 @@ class DiskReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _push(self, handle: ReadHandle, starts: list[int]) -> None:
-        """Queue the chunks at the offsets ``starts`` and start missing worker threads."""
+    def _push(self, handle: SubmittedRead, numbers: Sequence[int]) -> None:
+        """Queue the chunks ``numbers`` of a request, and start missing worker threads."""
         shared = self._shared
         with shared.lock:
             if shared.stopping:
                 raise RuntimeError("the reader is closed")
             shared.stats.requests += 1
-            for start in starts:
-                heapq.heappush(shared.heap, (handle.priority, next(self._sequence), start, handle))
-            shared.lock.notify(len(starts))
+            for number in numbers:
+                heapq.heappush(shared.heap, (handle.priority, next(self._sequence), number, handle))
+            shared.lock.notify(len(numbers))
             while len(self._threads) < min(self.policy.workers, len(shared.heap)):
                 thread = BackgroundThread(_work, "carom-disk", shared.stop, (shared,))
                 self._threads.append(thread)
@@ -268,22 +287,6 @@ class DiskReader:
                     if thread.ident is None:  # an interrupt came before the thread began
                         self._threads.remove(thread)
                     raise
-
-
-def as_bytes(buffer: Any) -> memoryview:
-    """Return a writable byte view of contiguous CPU memory; raise ValueError for any other object."""
-    if hasattr(buffer, "untyped_storage"):  # the object is a torch tensor
-        if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.requires_grad:
-            raise ValueError(
-                f"a read needs a contiguous CPU tensor without gradient, got {buffer.device}, {buffer.stride()}"
-            )
-        import torch
-
-        buffer = buffer.reshape(-1).view(torch.uint8).numpy() if buffer.numel() else bytearray()
-    view = memoryview(buffer)
-    if view.readonly or not view.c_contiguous:
-        raise ValueError("a read needs writable, contiguous memory")
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def _work(shared: _Shared) -> None:
@@ -296,26 +299,27 @@ def _work(shared: _Shared) -> None:
                 shared.lock.wait()
             if shared.stopping:
                 return
-            priority, _, start, handle = heapq.heappop(shared.heap)
+            priority, _, number, handle = heapq.heappop(shared.heap)
         # A chunk whose priority was changed is in the heap a second time, under the new priority; skip the
         # old entry.
-        nbytes = handle._claim_chunk(start) if priority == handle.priority else 0
-        if not nbytes:
+        claimed = handle.claim_chunk(number) if priority == handle.priority else None
+        if claimed is None:
             del handle
             continue
+        (read, start, nbytes), target = claimed
         error: BaseException | None = None
         chunk = None
         with shared.read_limit.permit() as permit:
             began = time.perf_counter()
             bounce_bytes = 0 if shared.path_tuner is None else shared.path_tuner.bounce_bytes
             try:
-                chunk = _ChunkRead(shared, handle, permit)
+                chunk = _ChunkRead(shared, read, target, permit)
                 chunk.fill(start, nbytes, bounce_bytes)
             except BaseException as caught:  # noqa: BLE001 - a worker must survive any failure of one read
                 error = caught
         if chunk is not None and error is None and shared.checks is not None:
             try:  # after the permit, so that another thread reads meanwhile
-                shared.checks.compare(handle.file, start, chunk._place(start, start + nbytes))
+                shared.checks.compare(read.file, start, chunk._place(start, start + nbytes))
             except WeightsError as caught:
                 error = caught
         with shared.lock:
@@ -329,17 +333,21 @@ def _work(shared: _Shared) -> None:
                 stats.from_memory += chunk.from_memory
                 if shared.path_tuner is not None and error is None and chunk.both_paths:
                     shared.path_tuner.ended(time.perf_counter(), nbytes, bounce_bytes)
-        handle._chunk_done(error, 0 if chunk is None else chunk.from_memory)
-        # An idle worker's references would keep the caller's memory alive.
-        del handle, chunk
+        from_memory = 0 if chunk is None else chunk.from_memory
+        # A worker's references would keep the caller's memory alive.
+        del claimed, target, chunk
+        handle.end_chunk(error, from_memory)
+        del handle
 
 
 class _ChunkRead:
-    """A read of one chunk of a request into its place in the caller's memory."""
+    """A read of one chunk of the range ``read`` into its place in the caller's memory."""
 
-    def __init__(self, shared: _Shared, handle: ReadHandle, permit: ReadPermit) -> None:
-        assert handle._target is not None
-        self.policy, self.handle, self.target, self.permit = shared.policy, handle, handle._target, permit
+    def __init__(self, shared: _Shared, read: FileRead, target: ReadTarget, permit: ReadPermit) -> None:
+        self.policy, self.read, self.target, self.permit = shared.policy, read, target.view, permit
+        # Byte n of the file goes to byte n + `_shift` of the target, which begins at address `_base - _shift`.
+        self._shift = read.at - read.offset
+        self._base = target.address + self._shift
         self.retries = self.bounced = self.from_memory = 0
         self._memory = shared.memory
         self.both_paths = False  # whether alignment allows both paths, directly and through the bounce buffer
@@ -347,9 +355,10 @@ class _ChunkRead:
 
     def _open(self, shared: _Shared) -> RawFile:
         """Return the request's open file, after checking that the file is the one that was indexed."""
-        file = self.handle.file
+        file = self.read.file
         with shared.opening:
-            if file not in shared.files:
+            raw = shared.files.get(file)
+            if raw is None:
                 raw = self._retried(lambda: shared.opener(file.path, shared.policy.direct))
                 try:
                     file.check(raw.stat())
@@ -357,7 +366,7 @@ class _ChunkRead:
                     raw.close()
                     raise
                 shared.files[file] = raw
-            return shared.files[file]
+            return raw
 
     def fill(self, offset: int, nbytes: int, bounce_bytes: int = 0) -> None:
         """Read file bytes [offset, offset + nbytes) into their place in the target, those that are in RAM from
@@ -366,13 +375,11 @@ class _ChunkRead:
         ``bounce_bytes``: where both paths are possible, 0 reads directly, and another number reads through
         the bounce buffer, that many bytes at a time.
         """
-        end, handle = offset + nbytes, self.handle
+        end = offset + nbytes
         if self._memory is None:
             self._fill_from_disk(offset, end, bounce_bytes)
             return
-        missing = self._memory.copy_range(
-            handle.file, offset, nbytes, handle._address + offset - handle.offset
-        )
+        missing = self._memory.copy_range(self.read.file, offset, nbytes, self._base + offset)
         self.from_memory = nbytes - sum(high - low for low, high in missing)
         for low, high in missing:
             self._fill_from_disk(low, high, bounce_bytes)
@@ -382,7 +389,7 @@ class _ChunkRead:
         """Read file bytes [offset, end) from the drive into their place in the target; ``bounce_bytes`` as in
         `fill`.
         """
-        self.both_paths = self.raw.direct and (self.handle._address - self.handle.offset) % ALIGN == 0
+        self.both_paths = self.raw.direct and self._base % ALIGN == 0
         if self.both_paths and not bounce_bytes:
             body = min(offset + -offset % ALIGN, end)
             body_end = max(body, end - end % ALIGN)
@@ -398,7 +405,7 @@ class _ChunkRead:
 
     def _place(self, offset: int, end: int) -> memoryview:
         """Return the part of the target for file bytes [offset, end)."""
-        return self.target[offset - self.handle.offset : end - self.handle.offset]
+        return self.target[offset + self._shift : end + self._shift]
 
     def _read_directly(self, offset: int, end: int) -> None:
         """Read file bytes [offset, end) directly into the target."""
@@ -414,10 +421,9 @@ class _ChunkRead:
         first = offset - offset % ALIGN
         pages = end + -end % ALIGN - first
         scratch = self.permit.buffer(self.policy.chunk + ALIGN)
-        self._read(scratch[:pages], first, end - first)
+        self._read(scratch.view[:pages], first, end - first)
         # Copying by ctypes releases the GIL; a memoryview assignment would hold the GIL.
-        source = np.frombuffer(scratch, np.uint8).ctypes.data + offset - first
-        ctypes.memmove(self.handle._address + offset - self.handle.offset, source, end - offset)
+        ctypes.memmove(self._base + offset, scratch.address + offset - first, end - offset)
         self.bounced += end - offset
 
     def _read(self, buffer: memoryview, offset: int, need: int) -> None:
@@ -440,7 +446,7 @@ class _ChunkRead:
                 done, idle = done + got, 0
                 continue
             if got == 0:
-                self.handle.file.check(self.raw.stat())
+                self.read.file.check(self.raw.stat())
             if idle >= self.policy.retries:
                 raise self._failed(OSError(0, "reads end before the file does"))
             self._pause(idle)
@@ -467,6 +473,6 @@ class _ChunkRead:
         """Return the WeightsError that names the file and the tensor of a failed read."""
         text = error.strerror or os.strerror(error.errno or 0)
         return WeightsError(
-            f"{self.handle.file.path}: {self.handle.label} could not be read after {self.retries + 1} attempts: {text}. "
+            f"{self.read.file.path}: {self.read.label} could not be read after {self.retries + 1} attempts: {text}. "
             "Check the drive and the connection (the system's log names the device), or copy the file elsewhere."
         )

@@ -83,6 +83,8 @@ class RangeChecks:
         Raises WeightsError that names the tensor and the file if a range in ``data`` differs from what was written,
         also if that was found earlier.
         """
+        if not self._ranges:
+            return
         end = offset + len(data)
         for found in self._overlapping(file, offset, end):
             while found.correct is None:

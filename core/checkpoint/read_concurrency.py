@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .direct_io import aligned_buffer
+from .file_read import ReadTarget
 
 
 class ReadPermit:
     """A permit for one read of a drive, with a bounce buffer that grows to the largest read."""
 
     def __init__(self) -> None:
-        self._buffer: memoryview | None = None
+        self._buffer: ReadTarget | None = None
 
-    def buffer(self, nbytes: int) -> memoryview:
+    def buffer(self, nbytes: int) -> ReadTarget:
         """Return the permit's page-aligned buffer, at least ``nbytes`` long."""
-        if self._buffer is None or len(self._buffer) < nbytes:
-            self._buffer = aligned_buffer(nbytes)
+        if self._buffer is None or len(self._buffer.view) < nbytes:
+            self._buffer = ReadTarget.of(aligned_buffer(nbytes))
         return self._buffer
 
 

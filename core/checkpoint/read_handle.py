@@ -5,37 +5,55 @@ to read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-import numpy as np
-
 from ..common import interruptible
 from ..common.errors import WeightsError
-from .index import SourceFile
+from .file_read import FileRead, ReadTarget
+
+# A part of a read that one worker reads at a time: the range that it belongs to, its first byte in the file, its bytes.
+Chunk = tuple[FileRead, int, int]
 
 
 class SubmittedRead:
-    """A future for a read of file bytes into a buffer of the caller.
+    """A future for a read of the file ranges ``reads``, at least one, into the memory ``target`` of the caller.
 
-    The buffer belongs to the reader until `done` is True, even after `cancel`. ``from_memory``: bytes of the
-    read that were in RAM already, so that the drive did not read them.
+    ``chunks``: the ranges in parts, which worker threads claim and read one at a time. ``when_done``: a function as
+    `add_done_callback` takes it. The memory belongs to the reader until `done` is True, even after `cancel`.
+    ``from_memory``: bytes of the read that were in RAM already, so that the drive did not read them.
     """
 
-    def __init__(self, file: SourceFile, offset: int, nbytes: int, label: str, priority: float) -> None:
-        self.file, self.offset, self.nbytes, self.label = file, offset, nbytes, label
-        self.priority = priority
+    def __init__(
+        self, reads: Sequence[FileRead], chunks: Sequence[Chunk], target: ReadTarget, priority: float,
+        when_done: Callable[[SubmittedRead], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.reads, self.priority = reads, priority
         self.from_memory = 0
+        self._target: ReadTarget | None = target
         self._lock = threading.Lock()
-        self._event = interruptible.Event()
+        self._waiting = dict(enumerate(chunks))  # the chunks that no worker has claimed, by their numbers
+        self._running = 0  # the number of chunks that workers have claimed and not ended
+        self._done = False
+        self._event: threading.Event | None = None  # made by the first thread that waits
         self._error: BaseException | None = None
         self._cancelled = False
-        self._callbacks: list[Callable[[SubmittedRead], Any]] = []
+        self._callbacks: list[Callable[[SubmittedRead], Any]] = [] if when_done is None else [when_done]
+
+    @property
+    def label(self) -> str:
+        """The name of the first range, for errors and the timeline."""
+        return self.reads[0].label
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranges."""
+        return sum(read.nbytes for read in self.reads)
 
     def done(self) -> bool:
-        """Return True once no thread will touch the buffer any more."""
-        return self._event.is_set()
+        """Return True once no thread will touch the memory any more."""
+        return self._done
 
     def cancelled(self) -> bool:
         """Return whether the read was cancelled."""
@@ -46,23 +64,28 @@ class SubmittedRead:
         again.
         """
         with self._lock:
-            if self._event.is_set():
+            if self._done:
                 return False
             self._cancelled = True
-            idle = self._abandon()
+            self._waiting.clear()
+            idle = not self._running
         if idle:
-            self._finish()
+            self.finish()
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the read is done; return False if ``timeout`` seconds passed first."""
-        return self._event.wait(timeout)
+        with self._lock:
+            if self._done:
+                return True
+            event = self._event = self._event or interruptible.Event()
+        return event.wait(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, then return the read's error, or None on success; raise TimeoutError or CancelledError as
         `result` does.
         """
-        if not self._event.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"{self.label} was not read within {timeout} s")
         if self._cancelled:
             raise CancelledError
@@ -80,73 +103,32 @@ class SubmittedRead:
     def add_done_callback(self, function: Callable[[SubmittedRead], Any]) -> None:
         """Call ``function(self)`` from the thread that finishes the read, or at once if the read is done."""
         with self._lock:
-            if not self._event.is_set():
+            if not self._done:
                 self._callbacks.append(function)
                 return
         function(self)
 
-    def _abandon(self) -> bool:
-        """Prevent workers from beginning further parts of the read; return whether none is at work.
+    # -- called by the reader
 
-        Called with the lock held.
-        """
-        raise NotImplementedError
+    def waiting(self) -> list[int]:
+        """Return the numbers of the chunks that no worker has claimed."""
+        with self._lock:
+            return list(self._waiting)
 
-    def _release(self) -> None:
-        """Drop the reference to the buffer. Called with the lock held."""
-        raise NotImplementedError
-
-    def _finish(self, error: BaseException | None = None) -> None:
-        """Mark the read as done, with ``error`` if it failed, and call the callbacks.
-
-        A file that changed since its header was read is an error too.
+    def claim_chunk(self, number: int) -> tuple[Chunk, ReadTarget] | None:
+        """Claim a chunk; return it and the memory of the read, or None if the chunk was claimed, cancelled or failed
+        before. `end_chunk` must follow.
         """
         with self._lock:
-            if self._event.is_set():
-                return
-            self._error = self._error or error
-            if self._error is None and not self._cancelled:
-                try:
-                    self.file.check()
-                except WeightsError as found:
-                    self._error = found
-            self._release()
-            callbacks, self._callbacks = self._callbacks, []
-            self._event.set()
-        for function in callbacks:
-            function(self)
+            chunk = self._waiting.pop(number, None)
+            if chunk is None or self._target is None:
+                return None
+            self._running += 1
+            return chunk, self._target
 
-
-class ReadHandle(SubmittedRead):
-    """A future for a read of a file's own bytes, which worker threads read chunk by chunk."""
-
-    def __init__(
-        self, file: SourceFile, offset: int, target: memoryview, label: str, priority: float
-    ) -> None:
-        super().__init__(file, offset, len(target), label, priority)
-        self._target: memoryview | None = target
-        self._address = np.frombuffer(target, np.uint8).ctypes.data if len(target) else 0
-        self._waiting: dict[int, int] = {}  # {file offset: bytes} of the chunks that no worker has claimed
-        self._running = 0
-
-    def _abandon(self) -> bool:
-        self._waiting.clear()
-        return self._running == 0
-
-    def _release(self) -> None:
-        self._target = None
-
-    def _claim_chunk(self, start: int) -> int:
-        """Claim the chunk at offset ``start``; return its bytes, or 0 if the chunk was claimed, cancelled or
-        failed before.
-        """
-        with self._lock:
-            nbytes = self._waiting.pop(start, 0)
-            self._running += nbytes > 0
-            return nbytes
-
-    def _chunk_done(self, error: BaseException | None, from_memory: int = 0) -> None:
-        """Count a claimed chunk as done, and finish the read after the last one or after an error.
+    def end_chunk(self, error: BaseException | None, from_memory: int = 0) -> None:
+        """Count a claimed chunk as done, and finish the read after the last one or after an error. The caller holds no
+        reference to the memory any more.
 
         ``from_memory``: bytes of the chunk that were copied from RAM.
         """
@@ -158,4 +140,23 @@ class ReadHandle(SubmittedRead):
                 self._waiting.clear()
             finished = self._running == 0 and not self._waiting
         if finished:
-            self._finish()
+            self.finish()
+
+    def finish(self) -> None:
+        """Mark the read as done, and call the callbacks. A file that changed since its header was read is an error."""
+        with self._lock:
+            if self._done:
+                return
+            if self._error is None and not self._cancelled:
+                try:
+                    for file in {id(read.file): read.file for read in self.reads}.values():
+                        file.check()
+                except WeightsError as found:
+                    self._error = found
+            self._target = None
+            callbacks, self._callbacks = self._callbacks, []
+            self._done = True
+            if self._event is not None:
+                self._event.set()
+        for function in callbacks:
+            function(self)

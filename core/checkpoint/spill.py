@@ -120,7 +120,8 @@ def allow_writes(tensors: Iterable[torch.Tensor]) -> int:
         return 0
     from .memory_maps_windows import load_kernel32, make_private
 
-    areas = [(start, start + len(mapping)) for start, mapping in _mappings.items()]
+    with _lock:  # another thread may spill tensors meanwhile
+        areas = [(start, start + len(mapping)) for start, mapping in _mappings.items()]
     found = []
     for tensor in tensors:
         address = tensor.data_ptr() if tensor.device.type == "cpu" else 0

@@ -13,7 +13,7 @@ import torch
 
 from .backends import triton_encodes
 from .blob_metadata import raw_bytes
-from .lossless import Code, choose_code, count_exponents, sample_starts
+from .lossless import Code, choose_code, sample_starts
 from .lossless_format import (
     DEFAULT_LANES,
     HEADER_BYTES,
@@ -94,10 +94,12 @@ def encode_device_blob(
             positions = torch.tensor([start for start, _ in starts], device=elements.device)
             runs = torch.arange(starts[0][1], device=elements.device)
             sample = elements[(positions[:, None] + runs).view(-1)]
-        host = sample.cpu().numpy().reshape(-1).view(f"u{kind.itemsize}")
-        code = choose_code(count_exponents(kind, host), kind, 32 * lanes)
+        # Counted on the device: a core of an EPYC takes 0.7 ms to count half a million exponents, for each tensor.
+        counts = torch.bincount(split_torch(kind, sample)[2], minlength=256)
+        code = choose_code(counts.cpu().numpy(), kind, 32 * lanes)
     coded = len(elements) // 8 * 8
-    tail = bytes(elements[coded:].cpu().numpy().tobytes()).ljust(32, b"\0")
+    last = elements[coded:].cpu().numpy().tobytes() if coded < len(elements) else b""
+    tail = last.ljust(32, b"\0")
     header = Header(kind, code.k, lanes, code.base, len(elements), 0, code.table, tail, 0)
     limit = header.raw_nbytes if limit is None else limit
     if header.total >= limit:

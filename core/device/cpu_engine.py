@@ -42,30 +42,27 @@ class PlainEngine(DefaultEngine):
     def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
         return host_memory_at(address, nbytes, owner)
 
-    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
-        return host_alias(data, 0, data.numel()) if self.device.type == "cpu" else None
-
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
         """Copy ``source`` to ``target`` at once.
 
-        Returns None for the event, and the start and end times in seconds.
+        Returns None for the event, and if ``timed`` the start and end times in seconds.
         """
         started = time.perf_counter()
         target.copy_(source)
-        return None, (started, time.perf_counter())
+        return None, (started, time.perf_counter()) if timed else None
 
     def decode(
         self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
         """Decode ``wire`` into ``target`` at once.
 
-        Returns None for the event, and the start and end times in seconds.
+        Returns None for the event, and if ``timed`` the start and end times in seconds.
         """
         started = time.perf_counter()
         decoder(wire, target)
-        return None, (started, time.perf_counter())
+        return None, (started, time.perf_counter()) if timed else None
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)

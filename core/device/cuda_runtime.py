@@ -104,7 +104,6 @@ class Runtime:
             self._query_stream.argtypes, self._query_stream.restype = (pointer,), ctypes.c_int
         self._synchronize = bind("EventSynchronize", pointer)
         self._last_error = bind("GetLastError")
-        self._device_pointer = bind("HostGetDevicePointer", ctypes.POINTER(pointer), pointer, flags)
         self._error_name: Any = getattr(library, prefix + "GetErrorName", None)
         if self._error_name is not None:
             self._error_name.argtypes, self._error_name.restype = (ctypes.c_int,), ctypes.c_char_p
@@ -126,14 +125,6 @@ class Runtime:
         if code:
             self._failed(code, "EventCreateWithFlags")
         return Event(handle.value or 0, self._free)
-
-    def device_pointer(self, address: int) -> int | None:
-        """Return the device address of registered host memory; None if the device cannot address it."""
-        found = ctypes.c_void_p()
-        if self._device_pointer(ctypes.byref(found), address, 0):
-            self._last_error()
-            return None
-        return found.value
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy ``nbytes`` between two addresses, asynchronously on ``stream``."""
@@ -260,19 +251,6 @@ class RuntimeEngine(StreamEngine):
             self.synchronize(after)
             if not (self.landed(copied) and torch.equal(target.cpu(), source)):
                 raise RuntimeError("a test copy by the runtime delivered other bytes than were sent")
-
-    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
-        if not pinned:
-            return None
-        with self._device_context():
-            address = self._runtime.device_pointer(data.data_ptr())
-            if address is None:
-                return None
-            try:
-                found = self.at(address, data.numel(), data)
-            except RuntimeError:  # torch does not recognise the address as device memory
-                return None
-        return found if found.device == self.device and found.data_ptr() == address else None
 
     def stream(self) -> int:
         return self._raw_stream(self.device.index)  # type: ignore[misc]

@@ -65,6 +65,7 @@ class Engine(Protocol):
     decode_bytes_per_second: float | None  # unpacked bytes per second, if known without measuring
     # Whether `memory` also counts device memory that is not the allocator's, such as VBAR pages.
     counts_all_memory: bool
+    watches_slots: bool  # whether `freed` and `read` do anything; else they need not be called
 
     @property
     def unpacks(self) -> bool:
@@ -98,11 +99,6 @@ class Engine(Protocol):
         """Return device memory at ``address`` that is not from torch's allocator, as a uint8 tensor.
 
         Every tensor over this memory keeps ``owner`` alive.
-        """
-
-    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
-        """Return the host bytes ``data`` (uint8) as a tensor that operators on the device can read; None if
-        they cannot.
         """
 
     def locate(self, tensor: torch.Tensor) -> torch.device:
@@ -221,7 +217,7 @@ class DefaultEngine:
     decodes_files = False
     decodes_lossless_files = False
     decode_bytes_per_second: float | None = None
-    counts_all_memory = False
+    counts_all_memory = watches_slots = False
     device: torch.device
     name: str
 
@@ -237,9 +233,6 @@ class DefaultEngine:
 
     def unguard(self, data: torch.Tensor) -> None:
         pass
-
-    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
-        return None
 
     def connect(self, peer: Engine) -> PeerLink:
         raise UnsupportedError(
@@ -269,7 +262,7 @@ class DefaultEngine:
         pass
 
 
-_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+use_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # of a storage's address, see `storage_uses`
 
 
 def storage_uses(tensor: torch.Tensor) -> int | None:
@@ -278,7 +271,7 @@ def storage_uses(tensor: torch.Tensor) -> int | None:
 
     The number is meaningful only in comparison with an earlier one.
     """
-    if _use_count is None:
+    if use_count is None:
         return None
     storage = tensor.untyped_storage()
-    return _use_count(storage._cdata) + sys.getrefcount(storage)
+    return use_count(storage._cdata) + sys.getrefcount(storage)

@@ -23,6 +23,7 @@ P9  A copy that was begun and not completed (it failed, or an interrupt came) ke
 P10 A unit has one slot in which it is looked for. Another slot holds it only as long as the program keeps a view there.
 P11 A thread waits only for threads that use slots and do not wait themselves.
 P12 A slot without memory (LOST) is neither read nor overwritten, and no fault takes it. Only an `issue` for this slot does.
+    Where other programs may take pages (`Chunk.lossy`), no fault takes any place: its pages may be gone, whatever its state.
 
 `Pool.check` verifies what of them can be seen between two calls. The pool's owner calls `cancel_copies` after a copy that
 failed, and `abandon` after an exception that is no `Exception` (a KeyboardInterrupt). Both may be called again.
@@ -35,46 +36,59 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ..common.errors import BrokenRuleError, CaromError
 from .engine import Engine
-from .places import Extents, extents_over, put_slot
 from .pool_check import check_pool
-from .pool_memory import Chunk, PoolMemory
-from .pool_room import bytes_for, find_places, no_room, spare_chunks
-from .slot import NEXT, NOBODY, Slot, SlotRecord, SlotState, SlotUnit, User
-from .slot_wait import SlotWaiters
+from .pool_memory import Chunk, Extents, PoolMemory, extents_over, put_slot
+from .pool_room import bytes_for, find_places_beside, no_room, spare_chunks
+from .slot import (
+    NEXT,
+    NO_EVENTS,
+    NO_STREAMS,
+    NOBODY,
+    Issue,
+    Slot,
+    SlotRecord,
+    SlotState,
+    SlotUnit,
+    SlotWaiters,
+    User,
+    record,
+)
 
 _FREE, _FILLING, _CACHED = SlotState.FREE, SlotState.FILLING, SlotState.CACHED
 _IN_USE, _HELD, _LOST = SlotState.IN_USE, SlotState.HELD, SlotState.LOST
 _READABLE = frozenset({_CACHED, _IN_USE, _HELD})
+_get_thread = threading.get_ident
 
 
 class Pool:
     """The slots in ``memory``. Must be called under the lock of ``waiters``.
 
     ``others_active``: returns whether another thread runs a forward or backward pass, in which it may drop a view at any
-    time.
+    time. ``wait``: lets the current stream wait for an event; `Engine.wait` until it is replaced.
     """
 
     def __init__(
-        self, engine: Engine, memory: PoolMemory, waiters: SlotWaiters, others_active: Callable[[], bool]
-    ) -> None:
+        self, engine: Engine, memory: PoolMemory, waiters: SlotWaiters, others_active: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self._engine, self.memory, self._waiters = engine, memory, waiters
+        self.wait: Callable[[object], None] = engine.wait
         self._others_active = others_active
         self._last: dict[SlotUnit, Slot] = {}  # the slot in which each unit is looked for, whatever its state
         self.closed = False
 
     # -- a copy
 
-    def issue(self, slot: Slot, version: int) -> bool:
-        """Take the slot's place for a copy of ``version`` of its unit. Returns whether the caller is to copy now.
+    def issue(self, slot: Slot, version: int) -> Issue:
+        """Take the slot's place for a copy of ``version`` of its unit.
 
-        If so, the caller issues the copy into ``slot.target`` after the events ``slot.after``, and then calls `complete`.
-        Returns False if there is nothing to copy, or if the place is in use; then a later `enter` returns None.
+        If it was TAKEN, the caller issues the copy into ``slot.target`` after the events ``slot.after``, and then calls
+        `complete`. If it was REFUSED, a later `enter` returns None.
         """
         last = self._last.get(slot.unit)
-        if last is not None and _serves(last.now, version):
-            return False
+        if last is not None and last.now.state is not _FREE and _serves(last.now, version):
+            return Issue.PRESENT
         if slot.end > slot.chunk.nbytes:  # P7: the chunk was given back
-            return False
+            return Issue.REFUSED
         over = extents_over(slot.chunk.extents, slot.offset, slot.end)
         for extent in over:
             other = extent.slot
@@ -82,41 +96,45 @@ class Pool:
                 _end_hold(self._engine, other, self._last.get(other.unit) is other)
             state = other.now.state
             if not (state is _FREE or state is _CACHED or (state is _LOST and other is slot)):  # P3, P12
-                return False
+                return Issue.REFUSED
         self._begin(slot, version, over, NOBODY)
-        return True
+        return Issue.TAKEN
 
     def _begin(self, slot: Slot, version: int, over: Extents, users: frozenset[User]) -> None:
         """Set the slots of the extents ``over``, whose bytes the copy overwrites, to FREE, and ``slot`` to FILLING.
 
         ``users``: those that use the unit once the copy is issued.
         """
-        after: dict[object, None] = {}  # each event once
+        after: tuple[object, ...] = ()
         for extent in over:
             if extent.slot.now.state is _CACHED:
                 _unmark(self._engine, extent.slot)  # P4: before the copy
             # Also of what was unmarked earlier: of the bytes that a copy over a part has left, it alone knows the events.
-            after.update(dict.fromkeys(extent.slot.now.after))  # P1, P2
+            after += extent.slot.now.after  # P1, P2
+        if len(over) > 1:
+            after = tuple(dict.fromkeys(after))  # each event once
         last = self._last.get(slot.unit)
         if last is not None and last.now.state is _CACHED:
             _unmark(self._engine, last)  # P10
         # The events first: once the slot is the one over these bytes, it alone knows them (P1).
-        slot.now = SlotRecord(NEXT[slot.now.state][_FREE], after=tuple(after))
+        slot.now = record(
+            (NEXT[slot.now.state][_FREE], 0, NOBODY, None, NO_STREAMS, NO_EVENTS, after, False, 0)
+        )
         slot.chunk.extents = put_slot(slot.chunk.extents, slot.offset, slot.end, slot)
         self._last[slot.unit] = slot
-        thread = threading.get_ident()
-        slot.now = SlotRecord(
-            NEXT[_FREE][_FILLING], version, users, after=slot.now.after, thread=thread
-        )  # P8
+        filling, thread = NEXT[_FREE][_FILLING], _get_thread()
+        slot.now = record((filling, version, users, None, NO_STREAMS, NO_EVENTS, after, False, thread))  # P8
 
     def complete(self, slot: Slot, copied: object) -> None:
         """Mark the slot as holding its unit, after the event ``copied``. The copy was issued without an error."""
         now = slot.now
         if now.users:
-            self._engine.wait(copied)  # P5
-        streams = frozenset(user.stream for user in now.users)
-        state = _IN_USE if now.users else _CACHED
-        slot.now = SlotRecord(NEXT[now.state][state], now.version, now.users, copied, streams)  # P4: after it
+            self.wait(copied)  # P5
+        streams = frozenset(user.stream for user in now.users) if now.users else NO_STREAMS
+        state = NEXT[now.state][_IN_USE if now.users else _CACHED]
+        slot.now = record(
+            (state, now.version, now.users, copied, streams, NO_EVENTS, (), False, 0)
+        )  # P4: after it
         if self._waiters.asleep:
             self._waiters.slot_freed()  # P11
 
@@ -142,11 +160,10 @@ class Pool:
             return None
         waited = now.waited
         if user.stream not in waited:
-            self._engine.wait(now.copied)  # P5
+            self.wait(now.copied)  # P5
             waited = waited | {user.stream}
-        slot.now = SlotRecord(
-            NEXT[now.state][_IN_USE], now.version, now.users | {user}, now.copied, waited, now.reads, (), now.held
-        )  # fmt: skip
+        users, in_use = now.users | {user} if now.users else frozenset((user,)), NEXT[now.state][_IN_USE]
+        slot.now = record((in_use, now.version, users, now.copied, waited, now.reads, (), now.held, 0))
         return slot
 
     def leave(self, slot: Slot, user: User, held: bool = False) -> None:
@@ -162,12 +179,13 @@ class Pool:
         event = self._engine.record(stream, reads.get(stream))  # P1: before the user is gone
         if stream not in reads:
             reads = {**reads, stream: event}
-        users, held = now.users - {user}, held or now.held
+        users, held = now.users - {user} if len(now.users) > 1 else NOBODY, held or now.held
         state = _IN_USE if users else _HELD if held else _CACHED
-        slot.now = SlotRecord(
-            NEXT[_IN_USE][state], now.version, users, now.copied, now.waited, reads, (), held
+        slot.now = record(
+            (NEXT[_IN_USE][state], now.version, users, now.copied, now.waited, reads, (), held, 0)
         )
-        if not users and self._waiters.asleep:
+        # Also where users remain: those that are left may all wait themselves.
+        if self._waiters.asleep:
             self._waiters.slot_freed()  # P11
 
     def keep_version(self, slot: Slot, version: int) -> None:
@@ -175,8 +193,8 @@ class Pool:
         slot.now = slot.now._replace(version=version)
 
     def fault(self, wants: Mapping[SlotUnit, int], user: User) -> list[Slot]:
-        """Let ``user`` read several units, each of its version, at once: for one operator, or where the place that the
-        schedule gives a unit is in use. Returns a slot for each; the caller copies into those that are FILLING, on this
+        """Let ``user`` read several units, each of its version, at once: for one operator, or for a unit without a schedule, or
+        whose place in the schedule is in use. Returns a slot for each; the caller copies into those that are FILLING, on this
         thread, and completes them.
 
         Room is taken in the region. Then cached units are given up. Then the thread waits while others use slots, and the
@@ -187,9 +205,7 @@ class Pool:
         while True:
             if self.closed:
                 raise CaromError("weights are needed on the device, but their session was closed")
-            for slot in self.memory.slots():
-                if slot.now.state is _HELD:
-                    _end_hold(self._engine, slot, self._last.get(slot.unit) is slot)
+            end_holds(self)
             # Nothing is taken yet: threads that wait with a part of what they need would wait for each other (P11).
             here = {
                 unit: last
@@ -198,7 +214,7 @@ class Pool:
             }
             absent = [unit for unit in wants if unit not in here]
             if not any(slot.now.state is _FILLING for slot in here.values()):
-                places = find_places(self.memory, absent, self._last, here.values())
+                here, places = find_places_beside(self.memory, wants, self._last, here)
                 if places is not None:
                     break
                 if _trade_chunks(self._engine, self.memory, bytes_for(absent), here.values()):
@@ -241,8 +257,8 @@ class Pool:
     def drop_units(self, units: Collection[SlotUnit]) -> int:
         """Give up ``units``, except those that are in use, held or being filled; return the bytes of memory given back.
 
-        Memory that was reserved for a dropped unit is given back as soon as no other unit lies in its chunk for which that
-        was reserved too, and so is what faults have allocated. Waits for the device if there is any. Must be called outside
+        A chunk is given back when none of the units for which it was reserved lies in it any more. Chunks that faults have
+        allocated are given back too. Waits for the device if there is any. Must be called outside
         passes, or to reclaim memory.
         """
         dropped = frozenset(units)
@@ -261,17 +277,19 @@ class Pool:
         return before - self.memory.nbytes
 
     def lose_slot(self, slot: Slot) -> None:
-        """Note that another program took the pages of the slot's place in a VBAR, after the device was idle."""
+        """Note that another program took, or may take, the pages of the slot's place in a VBAR."""
         for extent in (over := extents_over(slot.chunk.extents, slot.offset, slot.end)):
             if extent.slot.now.state in (_FILLING, _IN_USE, _HELD):
                 raise BrokenRuleError(
                     "P12", "pages that nobody uses", extent.slot.now.state.name, extent.slot.unit.name
                 )
         for extent in over:
-            if extent.slot is not slot and extent.slot.now.state is _CACHED:
+            if extent.slot.now.state is _CACHED:
                 _unmark(self._engine, extent.slot)
+        # P1: the pages may be there still when the place gets memory again, if it shares them with places that keep theirs.
+        after = tuple({event: None for extent in over for event in extent.slot.now.after})
         slot.chunk.extents = put_slot(slot.chunk.extents, slot.offset, slot.end, slot)
-        slot.now = SlotRecord(NEXT[slot.now.state][_LOST])
+        slot.now = SlotRecord(NEXT[slot.now.state][_LOST], after=after)
         self._engine.freed(slot.chunk.memory, slot.offset, slot.end)
 
     def set_region(self, nbytes: int) -> None:
@@ -307,8 +325,12 @@ def _serves(now: SlotRecord, version: int) -> bool:
 
 def _unmark(engine: Engine, slot: Slot) -> None:
     """Note that the unit's bytes in ``slot``, which is CACHED, are given up."""
-    slot.now = SlotRecord(NEXT[slot.now.state][_FREE], after=slot.now.pending)
-    engine.freed(slot.chunk.memory, slot.offset, slot.end)
+    now = slot.now
+    # Each stream waited for the copy before it read, so the copy's own event is needed only without a read.
+    after = tuple(now.reads.values()) or (now.copied,)  # P1, P2
+    slot.now = record((NEXT[now.state][_FREE], 0, NOBODY, None, NO_STREAMS, NO_EVENTS, after, False, 0))
+    if engine.watches_slots:
+        engine.freed(slot.chunk.memory, slot.offset, slot.end)
 
 
 def _free_slots(engine: Engine, chunks: Iterable[Chunk]) -> None:
@@ -330,6 +352,13 @@ def _trade_chunks(engine: Engine, memory: PoolMemory, nbytes: int, stay: Collect
     memory.give_back(spare)
     memory.add_chunk(nbytes)
     return True
+
+
+def end_holds(pool: Pool) -> None:
+    """Let held slots of ``pool`` be overwritten or lose their pages, if the program has dropped its views of them."""
+    for slot in pool.memory.slots():
+        if slot.now.state is _HELD:
+            _end_hold(pool._engine, slot, pool._last.get(slot.unit) is slot)
 
 
 def _end_hold(engine: Engine, slot: Slot, looked_for: bool) -> None:
@@ -354,6 +383,8 @@ def _unclaimed(chunk: Chunk, dropped: frozenset[SlotUnit]) -> bool:
 
     A unit that a fault has put there has no claim on it: it would take more than the session's capacity.
     """
+    if chunk.lossy:  # P12
+        return False
     if any(extent.slot.now.state in (_FILLING, _IN_USE, _HELD) for extent in chunk.extents):  # P7
         return False
     if any(slot.now.state is _CACHED for slot in chunk.reserved):

@@ -4,48 +4,41 @@ A unit is a group of weights that cross to the device together. A slot is the ra
 A chunk is one allocation. The first chunk is the *region*, through which streamed units pass. Each cached unit of 10 MiB
 or more has a chunk of its own, and smaller ones share one: torch serves smaller allocations from segments that many
 tensors share, which could not be given back. `Pool` (pool.py) decides when memory comes and goes; nothing here reads or
-changes a slot's state.
+changes a slot's state. An extent says which slot was copied last over some bytes of a chunk; the functions over extents
+change nothing.
 """
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..plan.region import ALIGN
 from ..plan.residency import round_up
 from .engine import Engine
-from .places import Extent, Extents
 from .slot import NO_MEMORY, Slot, SlotUnit
 
-OWN_CHUNK = (
-    10 << 20
-)  # bytes; torch's CUDA allocator gives requests of at least this much segments of their own
-
-
-class ChunkMemory(Protocol):
-    """Where chunks come from: an `Engine` (torch's allocator) or a VBAR. A chunk ends with its last reference."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of device memory as a uint8 tensor. Raises torch.OutOfMemoryError."""
+# Bytes. torch's CUDA allocator gives requests of at least this much segments of their own.
+OWN_CHUNK = 10 << 20
 
 
 class Chunk:
     """One allocation of ``nbytes``. ``extents``: which slot was copied last over which bytes.
 
     ``reserved``: the slots of the cached units for which the memory was allocated. Other units may lie there too. ``slots``:
-    all slots that were made in the chunk and are referenced still.
+    all slots that were made in the chunk and are referenced still. ``lossy``: whether other programs may take its pages
+    while no one uses them (a VBAR). There each unit has a place of its own, and whoever made the slot gives it memory.
     """
 
-    __slots__ = ("memory", "nbytes", "extents", "reserved", "slots", "__weakref__")
+    __slots__ = ("memory", "nbytes", "extents", "reserved", "slots", "lossy", "__weakref__")
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+    def __init__(self, memory: torch.Tensor, lossy: bool = False) -> None:
+        self.memory, self.lossy = memory, lossy
         self.nbytes = memory.numel()
         self.extents: Extents = ()
         self.reserved: tuple[Slot, ...] = ()
@@ -65,8 +58,8 @@ class PoolMemory:
     ``chunks``: the region first, then those of cached units in the order of `reserve`. Replaced in one assignment.
     """
 
-    def __init__(self, engine: Engine, source: ChunkMemory) -> None:
-        self._engine, self._source = engine, source
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.chunks: tuple[Chunk, ...] = (Chunk(NO_MEMORY),)
         # The chunks for which `_addresses` was made, so that an interrupt cannot leave it outdated.
         self._indexed: tuple[Chunk, ...] = ()
@@ -158,6 +151,15 @@ class PoolMemory:
             self._engine.synchronize()  # P7
             self.chunks = (region, *self.chunks[1:])
 
+    def set_ranges(self, region: torch.Tensor, lossy: torch.Tensor) -> Chunk:
+        """Take ``region`` as the region, and ``lossy`` as a chunk whose pages may be taken away; return that chunk. Both are
+        memory that exists already. Waits for the device. Must be called before any slot was made.
+        """
+        self._engine.synchronize()  # P7
+        chunk = Chunk(lossy, lossy=True)
+        self.chunks = (Chunk(region), chunk)
+        return chunk
+
     def give_back(self, chunks: Sequence[Chunk]) -> None:
         """Give ``chunks`` back to the device. Waits for the device."""
         self._engine.synchronize()  # P7
@@ -176,7 +178,7 @@ class PoolMemory:
         """Return a new chunk. Kernels of other streams may still read the memory: the allocator hands it out again as
         soon as the stream that allocated it is done with it (hence P7).
         """
-        return Chunk(self._source.allocate(nbytes))
+        return Chunk(self._engine.allocate(nbytes))
 
 
 def _groups(units: Sequence[SlotUnit]) -> list[list[SlotUnit]]:
@@ -187,3 +189,73 @@ def _groups(units: Sequence[SlotUnit]) -> list[list[SlotUnit]]:
     """
     small = [unit for unit in units if unit.nbytes < OWN_CHUNK]
     return [[unit] for unit in units if unit.nbytes >= OWN_CHUNK] + ([small] if small else [])
+
+
+class Extent(NamedTuple):
+    """Bytes ``begin`` to ``end`` of a chunk, and the slot whose copy was the last one over these bytes."""
+
+    begin: int
+    end: int
+    slot: Any
+
+
+Extents = tuple[Extent, ...]  # sorted by `begin`, without overlap
+_begin = itemgetter(0)
+
+
+def extents_over(extents: Extents, begin: int, end: int) -> Extents:
+    """Return the extents that have bytes in common with [``begin``, ``end``)."""
+    first = bisect_right(extents, begin, key=_begin)
+    if first and extents[first - 1].end > begin:
+        first -= 1
+    return extents[first : bisect_left(extents, end, key=_begin)]
+
+
+def put_slot(extents: Extents, begin: int, end: int, slot: Any) -> Extents:
+    """Return ``extents`` after a copy of ``slot`` over [``begin``, ``end``).
+
+    The parts of earlier extents that the copy leaves keep their slots: a later copy over them still has to wait for the
+    events of these slots.
+    """
+    first, last = bisect_right(extents, begin, key=_begin), bisect_left(extents, end, key=_begin)
+    if first and extents[first - 1].end > begin:
+        first -= 1
+    new = Extent(begin, end, slot)
+    over = extents[first:last]
+    if len(over) == 1 and over[0].begin == begin and over[0].end == end:
+        return extents if over[0].slot is slot else (*extents[:first], new, *extents[last:])
+    left = (Extent(over[0].begin, begin, over[0].slot),) if over and over[0].begin < begin else ()
+    right = (Extent(end, over[-1].end, over[-1].slot),) if over and over[-1].end > end else ()
+    return (*extents[:first], *left, new, *right, *extents[last:])
+
+
+def find_offset(
+    extents: Extents, capacity: int, nbytes: int, loss: Callable[[Any], int | None]
+) -> int | None:
+    """Return the offset in a chunk of ``capacity`` bytes at which ``nbytes`` overwrite the least; None without room.
+
+    ``loss``: returns how many bytes are lost if a slot is overwritten, or None for a slot that has to stay. Of equally
+    good offsets the lowest is returned.
+    """
+    losses: dict[int, int | None] = {id(extent.slot): loss(extent.slot) for extent in extents}
+    best: tuple[int, int] | None = None
+    # A place that can be moved down without touching another extent loses no more there, so the ends are enough.
+    for end in (0, *(extent.end for extent in extents)):
+        offset = -(-end // ALIGN) * ALIGN
+        if offset + nbytes > capacity:
+            continue
+        lost = _total_loss(losses, extents_over(extents, offset, offset + nbytes))
+        if lost is not None and (best is None or (lost, offset) < best):
+            best = lost, offset
+    return None if best is None else best[1]
+
+
+def _total_loss(losses: dict[int, int | None], over: Sequence[Extent]) -> int | None:
+    """Return the bytes lost with the slots of the extents ``over``; None if one of the slots has to stay."""
+    total = 0
+    for slot in {id(extent.slot) for extent in over}:
+        lost = losses[slot]
+        if lost is None:
+            return None
+        total += lost
+    return total

@@ -1,6 +1,6 @@
 """Where a fault finds room in the pool, and what it gives up for it. The functions decide and change nothing.
 
-A fault is a use of units that are not on the device, and that the schedule has not foreseen. A unit is a group of weights
+A fault is a use of units that are not readable on the device when they are needed. A unit is a group of weights
 that cross to the device together. A slot is the range of device memory that holds a unit, a chunk one allocation of
 device memory; the first chunk is the region of streamed units, the others hold cached units.
 """
@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ..common.errors import BudgetError
 from ..plan.region import ALIGN
 from ..plan.residency import round_up
-from .places import Extents, extents_over, find_offset, put_slot
-from .pool_memory import Chunk, Place, PoolMemory
+from .pool_memory import Chunk, Extents, Place, PoolMemory, extents_over, find_offset, put_slot
 from .slot import Slot, SlotState, SlotUnit
 
 # Returns how many cached bytes are lost with a slot, None for a slot that has to stay. No slot: a unit of the same fault.
@@ -23,6 +22,22 @@ Loss = Callable[[Slot | None], int | None]
 def bytes_for(units: Sequence[SlotUnit]) -> int:
     """Return the bytes in which ``units`` fit side by side."""
     return sum(round_up(unit.nbytes, ALIGN) for unit in units)
+
+
+def find_places_beside(
+    memory: PoolMemory, wants: Collection[SlotUnit], last: Mapping[SlotUnit, Slot], here: dict[SlotUnit, Slot]
+) -> tuple[dict[SlotUnit, Slot], dict[SlotUnit, Place] | None]:
+    """Return the slots of ``here`` that stay where they are, and places for the other units of ``wants``. The places are
+    None if the units do not fit.
+
+    ``here``: the slots of the units of ``wants`` that are on the device already. If the other units find no room beside these
+    slots, the units of slots that nobody uses get new places too, and are copied again.
+    """
+    places = find_places(memory, [unit for unit in wants if unit not in here], last, here.values())
+    if places is None and any(slot.state is SlotState.CACHED for slot in here.values()):
+        here = {unit: slot for unit, slot in here.items() if slot.state is not SlotState.CACHED}
+        places = find_places(memory, [unit for unit in wants if unit not in here], {}, here.values())
+    return here, places
 
 
 def find_places(
@@ -79,7 +94,7 @@ def _last_place(
 ) -> Place | None:
     """Return the place of the unit's last slot, None if it cannot be used now."""
     slot = last.get(unit)
-    if slot is None or slot.gone or loss(slot) is None:
+    if slot is None or slot.gone or slot.chunk.lossy or loss(slot) is None:  # P12
         return None
     over = extents_over(left.get(slot.chunk, slot.chunk.extents), slot.offset, slot.end)
     return Place(slot.chunk, slot.offset) if all(loss(extent.slot) is not None for extent in over) else None
@@ -89,6 +104,8 @@ def _best_place(memory: PoolMemory, nbytes: int, left: Mapping[Chunk, Extents], 
     """Return the best place of ``nbytes``, None if there is none."""
     region, *cached = memory.chunks
     for chunk in (region, *reversed(cached)):
+        if chunk.lossy:  # P12
+            continue
         offset = find_offset(left.get(chunk, chunk.extents), chunk.nbytes, nbytes, loss)
         if offset is not None:
             return Place(chunk, offset)
@@ -105,7 +122,8 @@ def spare_chunks(memory: PoolMemory, nbytes: int, grain: int, stay: Collection[S
     found: list[Chunk] = []
     room = -round_up(nbytes, grain)
     for chunk in reversed(memory.chunks[1:]):
-        if all(loss(extent.slot) is not None for extent in chunk.extents):
+        # P12: the memory of a lossy chunk is not torch's, and its pages give way by themselves.
+        if not chunk.lossy and all(loss(extent.slot) is not None for extent in chunk.extents):
             found.append(chunk)
             room += round_up(chunk.nbytes, grain)
             if room >= 0:
@@ -114,7 +132,9 @@ def spare_chunks(memory: PoolMemory, nbytes: int, grain: int, stay: Collection[S
 
 
 def no_room(memory: PoolMemory, units: Sequence[SlotUnit]) -> BudgetError:
-    """Return the error for ``units`` that find no room although everything unused was given up."""
+    """Return the error for ``units`` that find no room although everything unused was given up. Whoever knows budgets adds
+    the remedy.
+    """
     taken: dict[SlotState, list[str]] = {}
     for slot in memory.slots():
         taken.setdefault(slot.state, []).append(repr(slot.unit.name))
@@ -130,6 +150,5 @@ def no_room(memory: PoolMemory, units: Sequence[SlotUnit]) -> BudgetError:
     names = ", ".join(repr(unit.name) for unit in units)
     return BudgetError(
         f"no room on the device for {names} ({nbytes} bytes): of {memory.nbytes} bytes for weights, "
-        f"{holders or 'none are in use, but no piece is large enough'}; raise vram by {nbytes} bytes, use a finer granularity, "
-        "or enable gradient checkpointing"
+        f"{holders or 'none are in use, but no piece is large enough'}"
     )

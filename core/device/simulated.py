@@ -129,7 +129,7 @@ class SimulatedEngine(StreamEngine):
     grain = ALIGN
     location = LOCATION
     virtual_clock = True
-    counts_all_memory = True
+    counts_all_memory = watches_slots = True
     decodes_lossless_files = True
 
     def __init__(self, config: SimulatedDevice) -> None:
@@ -236,14 +236,6 @@ class SimulatedEngine(StreamEngine):
             return tensor
         with self._watch.unwatched():
             return self._places.copy_of(tensor, to == LOCATION)
-
-    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
-        with self._watch.unwatched(), torch.inference_mode(False):
-            if not pinned:
-                return None
-            found = data.clone()
-            self._places.tag(found, Tag(True, "host memory that the device addresses"))
-            return found
 
     def guard(self, data: torch.Tensor, name: str) -> None:
         """Make operators raise SimulatedRaceError if they compute with the host bytes ``data`` in a step."""

@@ -1,4 +1,5 @@
 """`Slot`: a range of device memory for one unit. `SlotState` and `NEXT`: its states, and which may follow which.
+`SlotWaiters`: host threads that wait, with a deadline, until another thread no longer uses a slot.
 
 A unit is a group of weights that cross to the device together. What a slot holds, and who uses it, is one frozen
 `SlotRecord`. `Pool` (pool.py) alone writes it, and replaces it in one assignment, so that a KeyboardInterrupt between any
@@ -7,8 +8,11 @@ two lines leaves a record that is true.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,7 +22,6 @@ from ..common.errors import BrokenRuleError
 
 if TYPE_CHECKING:
     from .pool_memory import Chunk
-
 
 NO_MEMORY = torch.empty(0, dtype=torch.uint8)  # stands for memory that was given back
 
@@ -52,6 +55,18 @@ class _Following(dict[SlotState, SlotState]):
         raise BrokenRuleError("P8", f"one of {allowed} after {self._present.name}", following.name)
 
 
+class Issue(Enum):
+    """What `Pool.issue` answers.
+
+    ``TAKEN``: the place was taken, and the caller copies. ``PRESENT``: the unit is there already, or on its way.
+    ``REFUSED``: the place is in use.
+    """
+
+    TAKEN = auto()
+    PRESENT = auto()
+    REFUSED = auto()
+
+
 _S = SlotState
 # A state is changed by `slot.now = SlotRecord(NEXT[present][following], ...)`, and by nothing else (rule P8).
 NEXT: Mapping[SlotState, _Following] = {
@@ -81,9 +96,8 @@ class User:
 
 
 NOBODY: frozenset[User] = frozenset()
-_WITHOUT_BYTES = frozenset({SlotState.FREE, SlotState.FILLING, SlotState.LOST})
-_NO_STREAMS: frozenset[Any] = frozenset()
-_NO_EVENTS: Mapping[Any, Any] = MappingProxyType({})
+NO_STREAMS: frozenset[Any] = frozenset()
+NO_EVENTS: Mapping[Any, Any] = MappingProxyType({})
 
 
 class SlotRecord(NamedTuple):
@@ -101,19 +115,15 @@ class SlotRecord(NamedTuple):
     version: int = 0
     users: frozenset[User] = NOBODY
     copied: Any = None
-    waited: frozenset[Any] = _NO_STREAMS
-    reads: Mapping[Any, Any] = _NO_EVENTS
+    waited: frozenset[Any] = NO_STREAMS
+    reads: Mapping[Any, Any] = NO_EVENTS
     after: tuple[Any, ...] = ()
     held: bool = False
     thread: int = 0
 
-    @property
-    def pending(self) -> tuple[Any, ...]:
-        """The events after which the bytes may be overwritten."""
-        if self.state in _WITHOUT_BYTES:
-            return self.after
-        # Each stream waited for the copy before it read, so the copy's own event is needed only without a read (P2).
-        return tuple(self.reads.values()) or (self.copied,)
+
+# Makes a record of all nine fields at once. The class itself, which has defaults, takes twice as long.
+record: Callable[[tuple[Any, ...]], SlotRecord] = partial(tuple.__new__, SlotRecord)
 
 
 class SlotUnit(Protocol):
@@ -165,3 +175,77 @@ class Slot:
         """Drop the references to the memory, which is given back."""
         self.views = None
         self.base = self.target = NO_MEMORY
+
+
+_PATIENCE = 20.0  # seconds that a thread waits for a slot that other threads use
+_POLL = 0.001  # seconds between checks whether other threads have dropped their views
+
+
+class SlotWaiters:
+    """The threads of one session that wait for a slot. Must be called under ``lock``, which protects the slots.
+
+    ``asleep``: ids of the threads that wait now. `Pool.leave` reads the set instead of calling a method.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._freed = threading.Condition(lock)
+        self.asleep: set[int] = set()
+        self._used: dict[int, int] = {}  # by waiting thread: the number of slots that the thread itself uses
+
+    @property
+    def sleeping(self) -> int:
+        """The number of threads that wait now."""
+        return len(self.asleep)
+
+    def forget(self) -> None:
+        """Forget which threads wait. Called while none does."""
+        self.asleep.clear()
+        self._used.clear()
+
+    def forget_thread(self, thread: int) -> None:
+        """Forget that ``thread`` waits, because an interrupt has ended that."""
+        self.asleep.discard(thread)
+        self._used.pop(thread, None)
+
+    def new_deadline(self) -> float:
+        """Return the time (`time.monotonic`, in seconds) at which a thread that begins to wait now has to
+        give up.
+        """
+        return time.monotonic() + _PATIENCE
+
+    def slot_freed(self) -> None:
+        """Wake all waiting threads, because a slot was released."""
+        if self.asleep:
+            self._freed.notify_all()
+
+    def wait_for_slot(self, mine: int, used: int, views_may_be_dropped: bool, deadline: float) -> bool:
+        """Wait until another thread releases a slot. Returns False if waiting cannot help or the deadline has
+        passed.
+
+        ``mine``: number of slots that this thread uses.
+        ``used``: number of slots that all threads use.
+        ``views_may_be_dropped``: another thread keeps a view of a slot (for instance in the traceback of a
+        checkpoint's early stop), and may drop the view at any time without a notification.
+        """
+        left = max(0.0, deadline - time.monotonic())
+        # Waiting helps only if a thread that does not itself wait uses a slot.
+        if used - mine > sum(self._used.values()):
+            thread = threading.get_ident()
+            try:
+                self._used[thread] = mine
+                return self._sleep(left)
+            finally:
+                self._used.pop(thread, None)
+        if views_may_be_dropped:
+            self._sleep(min(left, _POLL))
+            return left > 0
+        return False
+
+    def _sleep(self, seconds: float) -> bool:
+        """Wait for a notification, at most ``seconds``. Returns whether there was a notification."""
+        thread = threading.get_ident()
+        try:
+            self.asleep.add(thread)
+            return self._freed.wait(seconds)
+        finally:
+            self.asleep.discard(thread)

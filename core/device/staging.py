@@ -39,14 +39,19 @@ class Staging:
         self._head = 0
         self._taken = []
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, list[Any]]:
+    def take(self, nbytes: int, in_halves: bool = False) -> tuple[torch.Tensor, list[Any]]:
         """Return the next ``nbytes`` of the ring (at most all of it), and the events that a copy into them
         has to wait for.
 
+        ``in_halves``: let the bytes begin where a half of the ring begins, if they fit into half of it. A piece that is
+        a few bytes larger than the one that lay there before then does not wait for the piece behind that one.
         The caller then calls `release_after`. If the caller fails before that call, the next caller that takes these
         bytes gets the same events.
         """
         start = self._head if self._head + nbytes <= self.nbytes else 0
+        half = self.nbytes // 2 // STEP * STEP
+        if in_halves and nbytes <= half:
+            start = half if 0 < self._head <= half else 0
         end = start + nbytes
         after: list[Any] = []
         left = []
@@ -104,7 +109,8 @@ class Staging:
             return
         try:
             for start, end, low, high, part in pieces:
-                yield self._copy_and_decode(wire[start:end], part, target[low:high], after, timed, copy)
+                piece = wire[start:end], part, target[low:high]
+                yield self._copy_and_decode(*piece, after, timed, copy, in_halves=True)
                 after = []  # the decode stream has waited for these events with the first piece
                 done += 1
         except BaseException:
@@ -123,9 +129,10 @@ class Staging:
         after: Sequence[Any],
         timed: bool,
         copy: Copy,
+        in_halves: bool = False,
     ) -> tuple[Any, Any, int, Any]:
         """Copy one piece to the ring and decode it; return as `bring` yields."""
-        staged, free = self.take(wire.numel())
+        staged, free = self.take(wire.numel(), in_halves)
         copied, marks = copy(staged, wire, free, timed)
         self.release_after(copied)
         event, times = self._engine.decode(decoder, staged, target, (copied, *after), timed)

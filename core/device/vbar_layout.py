@@ -1,5 +1,4 @@
-"""The layout of units in a VBAR (without side effects), and a region that also knows the slots of these
-units.
+"""The layout of units in a VBAR (without side effects).
 
 A VBAR is a range of device addresses from comfy-aimdo whose pages can be taken away and given back. A unit is a
 module whose weights are copied to the device together. A unit is *resident* if it stays on the device at its
@@ -8,11 +7,9 @@ place in the VBAR; other units are streamed through *slots* (ranges of device me
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plan.region import Region, Slot
 from . import vbar
 
 
@@ -69,40 +66,3 @@ def lay_out(sizes: Sequence[int], resident: Sequence[int], region_bytes: int, ro
         places[index] = at, at + sizes[index]
         at += sizes[index]
     return VbarRanges(region, begin, places, later)
-
-
-class PooledRegion(Region):
-    """A region of slots that also contains the slots of units at their places in the VBAR, beyond the
-    region's end.
-    """
-
-    def __init__(self, nbytes: int, largest: int, starts: Sequence[int]) -> None:
-        super().__init__(nbytes, largest)
-        self._begins = sorted(starts)
-        self.homes: dict[int, Slot] = {}  # the slots of units at their places, by offset
-
-    def slot_at(self, offset: int) -> Slot | None:
-        """Return the slot that contains ``offset``, None if there is none."""
-        if offset < self.nbytes:
-            return super().slot_at(offset)
-        place = bisect_right(self._begins, offset) - 1
-        return self.homes.get(self._begins[place]) if place >= 0 else None
-
-    @property
-    def users(self) -> int:
-        """The number of uses in progress, summed over all slots."""
-        return super().users + sum(slot.users for slot in self.homes.values())
-
-    def add(self, slot: Slot) -> None:
-        """Add a slot, in the region or at a unit's place."""
-        if slot.offset < self.nbytes:
-            super().add(slot)
-        else:
-            self.homes[slot.offset] = slot
-
-    def remove(self, slot: Slot) -> None:
-        """Remove a slot, from the region or from a unit's place."""
-        if slot.offset < self.nbytes:
-            super().remove(slot)
-        else:
-            del self.homes[slot.offset]

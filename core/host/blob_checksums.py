@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..checkpoint.disk_reader import as_bytes
+from ..checkpoint.file_read import as_bytes
 from ..codec import lossless_validation
 from ..codec.blob_format import BlobFormat
 from ..codec.blob_metadata import corrupt

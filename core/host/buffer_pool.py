@@ -7,12 +7,13 @@ buffers. A buffer is overwritten only when no copy to the device reads it any mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
+from ..checkpoint.file_read import ReadTarget
 from .arena import HostArena
 from .cache_buffer import Buffer, Totals
-from .cache_pieces import LEAST_BUFFERS, BufferPlan, CachePiece
+from .cache_pieces import BufferPlan, CachePiece
 from .eviction import EvictionPolicy
 from .kept_pieces import KeptPiece, KeptPieces
 from .next_use import NEVER, UseOrder
@@ -21,167 +22,129 @@ from .next_use import NEVER, UseOrder
 class BufferPool:
     """The buffers that ``plan`` allows for ``total`` pieces of weights. The cache calls all methods with its lock held.
 
-    ``use_order``: when each piece is used next. ``copy_is_done``: tells whether a copy's event has completed.
+    ``use_order``: when each piece is used next (``next_use``, by its rank). ``copy_is_done``: tells whether a copy's event has completed.
     ``eviction``: the name of the policy. ``kept``: pieces of the session's former cache, which give way to new buffers.
     ``totals``: the cache's totals, in which the bytes of the buffers are counted.
 
-    ``buffers``: all buffers. ``holding``: {rank of a piece: the buffer that holds it or that it is being read into}.
+    ``buffers``: all buffers. ``most``: how many of them may exist now. ``holding``: {rank of a piece: the buffer that holds
+    it or that it is being read into}.
     """
 
     def __init__(
         self, plan: BufferPlan, total: int, arena: HostArena, use_order: UseOrder, copy_is_done: Callable[[Any], bool],
         eviction: str, kept: KeptPieces, totals: Totals,
     ) -> None:  # fmt: skip
-        self.plan, self._arena, self._use_order, self._copy_is_done = plan, arena, use_order, copy_is_done
+        self.plan, self._arena, self._copy_is_done = plan, arena, copy_is_done
         self._kept, self._totals = kept, totals
+        # by rank; a bound method of a dictionary, so that a call costs no frame
+        self.next_use: Callable[[int], float] = use_order.distances.__getitem__
         self.eviction = EvictionPolicy(eviction, plan.count - plan.rotating, total)
         self.buffers: list[Buffer] = []
         self.holding: dict[int, Buffer] = {}
         self._arrivals = 0
         self._limit = plan.count
-        self._held_back = 0  # buffers that the limit allows but that must not be allocated yet
-
-    @property
-    def may_grow(self) -> bool:
-        """Whether another buffer may be allocated."""
-        return len(self.buffers) < self._limit - self._held_back
-
-    @property
-    def above_limit(self) -> bool:
-        """Whether buffers have to be freed after `lower_limit`."""
-        return len(self.buffers) > self._limit
+        self.most = self._limit  # the present limit of buffers, which `hold_back` lowers for a time
 
     def buffer_bytes(self, piece: CachePiece) -> int:
         """Return the bytes of a new buffer for ``piece``."""
         return piece.nbytes if self.plan.whole else self.plan.nbytes
 
-    def next_use(self, rank: int) -> float:
-        """Return the number of accesses until the piece with rank ``rank`` is used next, NEVER if it is not
-        in RAM.
-        """
-        buffer = self.holding.get(rank)
-        piece = buffer.piece if buffer is not None else None
-        return NEVER if piece is None else self._use_order.distance(piece)
-
-    def record_use(self, piece: CachePiece) -> None:
-        """Let the eviction policy know that ``piece`` was used."""
-        if not self.plan.whole:
-            self.eviction.record_use(piece.rank, self.next_use)
-
     # -- the bound
 
     def hold_back(self, nbytes: int) -> None:
         """Leave ``nbytes`` of the bound unallocated for now, rounded up to whole buffers."""
-        self._held_back = -(-nbytes // self.plan.nbytes)
-
-    def lower_limit(self, nbytes: int) -> None:
-        """Lower the bound by ``nbytes``, rounded up to whole buffers; at least two remain."""
-        count = max(LEAST_BUFFERS, self.plan.count - -(-nbytes // self.plan.nbytes))
-        self._limit = min(self._limit, count)
-        self.plan = replace(self.plan, count=count)
-        self.eviction.room = max(0, count - self.plan.rotating)
-
-    def least_needed(self) -> Buffer | None:
-        """Return the buffer to free first, None while all are in use or being read into."""
-        unused = [
-            b for b in self.buffers if (b.ready or b.piece is None) and not b.in_use and not b.pending_reads
-        ]
-        return max(
-            unused, key=lambda b: NEVER if b.piece is None else self.next_use(b.piece.rank), default=None
-        )
-
-    def free(self, buffer: Buffer) -> None:
-        """Free the memory of ``buffer``. Copies from it must be over."""
-        if buffer.piece is not None:
-            self.evict(buffer)
-        self.buffers.remove(buffer)
-        self._totals.held_bytes -= self.plan.nbytes
-        self._kept.unreserve(self.plan.nbytes)
-        buffer.block.unpin()
+        self.most = self._limit - -(-nbytes // self.plan.nbytes)
 
     # -- the choice of a buffer
 
-    def find(self, piece: CachePiece, when: float, demanded: bool = False) -> Buffer | None:
-        """Return a buffer that may be overwritten for ``piece``, which is needed in ``when`` accesses; None
-        if there is none yet.
+    def spare(self, demanded: bool = False) -> list[Buffer]:
+        """Return the buffers that may be overwritten for pieces that are needed sooner than what they hold: no kept ones,
+        none that is in use, and none that a copy still reads. The one that is to be overwritten first is the last.
 
-        ``demanded``: the piece is needed now, so kept pieces may be evicted as well. Raises MemoryError if no buffer can
-        be allocated and none that exists is large enough for a demanded piece.
+        ``demanded``: a piece is needed now. If there is no other, kept ones are returned.
         """
-        none_fits = demanded and all(b.block.data.numel() < piece.nbytes for b in self.buffers)
-        # Reads that are under way may copy from the kept pieces, so these are released only after the reads.
-        release_kept = none_fits or not self._totals.reading
-        if self.may_grow or none_fits:
+        policy, found, kept = self.eviction, list[tuple[float, Buffer]](), list[tuple[float, Buffer]]()
+        for buffer in self.buffers:
+            held = buffer.piece
+            keeps = held is not None and (held.rank in policy.kept or (policy.by_arrival and buffer.unused))
+            if keeps and not demanded:  # tested first, because with much RAM it excludes most buffers
+                continue
+            if buffer.in_use or buffer.pending_reads or (held is not None and not buffer.ready):
+                continue
+            if buffer.copy_event is not None and self._is_copied(buffer):
+                continue
+            if held is None:
+                needed = NEVER
+            else:
+                needed = -buffer.arrival if policy.by_arrival else self.next_use(held.rank)
+            (kept if keeps else found).append((needed, buffer))
+        found = found or kept
+        found.sort(key=itemgetter(0))
+        return [buffer for _, buffer in found]
+
+    def take(
+        self, piece: CachePiece, when: float, spare: list[Buffer], demanded: bool = False
+    ) -> Buffer | None:
+        """Return a buffer that holds ``piece`` from now on, to be read into: a new one, or one of ``spare``, which is
+        removed from that list. None if there is none yet. The piece is needed after ``when`` other pieces, and none that
+        is needed sooner is evicted.
+
+        ``demanded``: the piece is needed now. Raises MemoryError if no buffer can be allocated and none that exists is
+        large enough for a demanded piece.
+        """
+        buffer: Buffer | None = None
+        none_fits = demanded and not any(len(b.target.view) >= piece.nbytes for b in self.buffers)
+        if none_fits or len(self.buffers) < self.most:
+            # Reads that are under way may copy from the kept pieces, so these are released only after the reads.
+            release_kept = none_fits or not self._totals.reading
             if self._kept.reserve(self.buffer_bytes(piece), release_kept):
                 try:
-                    return self._allocate(piece)
+                    buffer = self._allocate(piece)
                 except MemoryError:
                     self._kept.unreserve(self.buffer_bytes(piece))
                     if none_fits:
                         raise
                     # The system has no more memory: continue with the buffers that exist.
-                    self._limit = len(self.buffers)
+                    self._limit = self.most = len(self.buffers)
             elif self.plan.whole or not demanded:
                 # The kept pieces give way as soon as the reads end. To evict a piece now would cause a read more.
                 return None
-        return self._overwritable(piece, when, demanded)
-
-    def _overwritable(self, piece: CachePiece, when: float, demanded: bool) -> Buffer | None:
-        """Return an existing buffer for ``piece`` and evict what it holds; None if there is none yet."""
-        evictable: dict[int, Buffer] = {}
-        kept_buffers: dict[int, Buffer] = {}  # buffers of kept pieces, which only a demanded piece may take
-        for buffer in self.buffers:
-            if buffer.block.data.numel() < piece.nbytes:
-                continue
-            if buffer.piece is None:
-                if buffer.pending_reads == 0 and not buffer.in_use and self._idle(buffer):
-                    return buffer
-                continue
-            if not buffer.ready or buffer.in_use:
-                continue
-            rank = buffer.piece.rank
-            kept = rank in self.eviction.kept or (buffer.unused and self.eviction.eviction == "fifo")
-            if kept and not demanded:  # tested first, because with much RAM it excludes most buffers
-                continue
-            if self.next_use(rank) <= when or not self._idle(buffer):
-                continue
-            (kept_buffers if kept else evictable)[rank] = buffer
-        if not evictable and demanded:
-            evictable = kept_buffers
-        if not evictable:
+        for found in reversed(spare) if buffer is None else ():
+            held = found.piece
+            # A buffer of the list may have been filled since, with a piece that needs no read.
+            idle = not found.pending_reads and (
+                held is None or (found.ready and self.next_use(held.rank) > when)
+            )
+            if idle and len(found.target.view) >= piece.nbytes:
+                buffer = found
+                spare.remove(found)
+                break
+        if buffer is None:
             return None
-        rank = self.eviction.choose_victim(evictable, self.next_use, lambda r: evictable[r].arrival)
-        buffer = evictable[rank]
-        self.evict(buffer)
+        if buffer.piece is not None:
+            self.holding.pop(buffer.piece.rank, None)  # an interrupted call may have removed it
+            self.eviction.kept.discard(buffer.piece.rank)
+        self._arrivals += 1
+        buffer.piece, buffer.arrival, buffer.pending_reads = piece, self._arrivals, 1
+        buffer.ready, buffer.unused, buffer.error, buffer.inspection = False, True, None, None
+        self.holding[piece.rank] = buffer
         return buffer
 
-    def _idle(self, buffer: Buffer) -> bool:
-        """Return whether no copy to the device reads the buffer any more."""
+    def _is_copied(self, buffer: Buffer) -> bool:
+        """Return whether a copy to the device still reads the buffer."""
         if buffer.copy_event is not None and self._copy_is_done(buffer.copy_event):
             buffer.copy_event = None
-        return buffer.copy_event is None
+        return buffer.copy_event is not None
 
     def _allocate(self, piece: CachePiece) -> Buffer:
         """Allocate a buffer that is large enough for ``piece``."""
-        buffer = Buffer(self._arena.allocate(self.buffer_bytes(piece)), self._arrivals)
+        block = self._arena.allocate(self.buffer_bytes(piece))
+        buffer = Buffer(block, ReadTarget.of(block.data), self._arrivals)
         self.buffers.append(buffer)
         self._totals.held_bytes += self.buffer_bytes(piece)
         return buffer
 
     # -- what the buffers hold
-
-    def assign(self, piece: CachePiece, buffer: Buffer) -> None:
-        """Record that ``piece`` is being read into ``buffer``."""
-        self._arrivals += 1
-        buffer.piece, buffer.ready, buffer.unused, buffer.error, buffer.inspection = (
-            piece,
-            False,
-            True,
-            None,
-            None,
-        )
-        buffer.arrival, buffer.pending_reads, buffer.handles = self._arrivals, max(1, len(piece.reads)), []
-        self.holding[piece.rank] = buffer
 
     def adopt(self, piece: CachePiece) -> Buffer | None:
         """Return a new buffer that is the memory of a kept piece equal to ``piece``, None if there is none."""
@@ -189,7 +152,7 @@ class BufferPool:
         if kept is None:
             return None
         self._arrivals += 1
-        buffer = Buffer(kept.block, self._arrivals, piece, pinned=True)
+        buffer = Buffer(kept.block, ReadTarget.of(kept.block.data), self._arrivals, piece, pinned=True)
         self.buffers.append(buffer)
         self.holding[piece.rank] = buffer
         self._totals.held_bytes += kept.block.data.numel()
@@ -201,7 +164,7 @@ class BufferPool:
         """Evict the buffer's piece."""
         assert buffer.piece is not None
         self.holding.pop(buffer.piece.rank, None)  # an interrupted call may have removed it
-        self.eviction.remove(buffer.piece.rank)
+        self.eviction.kept.discard(buffer.piece.rank)
         buffer.piece, buffer.ready = None, False
 
     def recover(self) -> list[Buffer]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from ..checkpoint.file_read import ReadTarget
 from ..checkpoint.read_handle import SubmittedRead
 from .arena import Block
 from .cache_pieces import CachePiece
 
 _SPANS = 4096  # the number of latest reads that are kept for the timeline
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(eq=False)
@@ -19,8 +22,10 @@ class Buffer:
     """A RAM buffer of the host cache, together with the piece of a unit's weights that it holds."""
 
     block: Block
+    target: ReadTarget  # the bytes of `block`, as the reader fills them
     arrival: int  # the sequence number of the current piece's read
     piece: CachePiece | None = None
+    data: torch.Tensor = _NOTHING  # the bytes of the piece, once they have been read
     ready: bool = False  # all bytes of the piece have been read
     unused: bool = False  # the piece was read and has not been used yet
     in_use: bool = False  # the caller of `acquire` is using the bytes
@@ -39,12 +44,10 @@ class Buffer:
 class CacheFigures:
     """Totals of a host cache since it was made.
 
-    ``reading_seconds``: time in which at least one read was under way. ``late_seconds``: time in which a host
-    thread waited for a read. ``held_bytes``: host memory of the buffers.
+    ``late_seconds``: time in which a host thread waited for a read. ``held_bytes``: host memory of the buffers.
     """
 
     read_bytes: int = 0
-    reading_seconds: float = 0.0
     late_seconds: float = 0.0
     held_bytes: int = 0
 
@@ -58,24 +61,11 @@ class Totals:
     def __init__(self) -> None:
         self.reading = 0  # the number of buffers that are being read into
         self.read_bytes, self.late_seconds, self.held_bytes = 0, 0.0, 0
-        self._seconds, self._since = 0.0, 0.0
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
 
     def restart(self, held_bytes: int) -> None:
         """Count anew: nothing is being read, and the buffers take ``held_bytes``."""
         self.reading, self.held_bytes = 0, held_bytes
-
-    def read_begins(self, now: float) -> None:
-        """Record that the read of a buffer begins at ``now``."""
-        if self.reading == 0:
-            self._since = now
-        self.reading += 1
-
-    def read_ends(self, now: float) -> None:
-        """Record that the read of a buffer ended at ``now``, with or without an error."""
-        self.reading -= 1
-        if self.reading == 0:
-            self._seconds += now - self._since
 
     def record_read(self, piece: CachePiece, began: float, now: float, from_memory: int = 0) -> None:
         """Record that the piece was read between ``began`` and ``now``.
@@ -89,7 +79,4 @@ class Totals:
 
     def figures(self) -> CacheFigures:
         """Return a frozen copy of the totals so far."""
-        reading_seconds = self._seconds
-        if self.reading:
-            reading_seconds += time.perf_counter() - self._since
-        return CacheFigures(self.read_bytes, reading_seconds, self.late_seconds, self.held_bytes)
+        return CacheFigures(self.read_bytes, self.late_seconds, self.held_bytes)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..checkpoint.direct_io import ALIGN
+from ..checkpoint.file_read import FileRead
 from ..checkpoint.header import show
-from ..checkpoint.index import SourceFile, TensorEntry
-from ..checkpoint.packed_source import PackedSource
+from ..checkpoint.index import TensorEntry
 from ..checkpoint.segments import Segment
 from ..common.errors import BudgetError
 from ..common.huge_pages import HUGE
@@ -33,26 +33,6 @@ READ_AHEAD_SHARE = 0.05
 LEAST_BUFFERS = 2
 # Buffers into which a budget is divided: first choice, and for budgets of fewer pages.
 _SHARES = (40, 8, 4, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class FileRead:
-    """A read of ``nbytes`` bytes at ``offset`` of ``file`` to byte ``at`` of the piece; ``label`` names the
-    bytes in errors.
-    """
-
-    file: SourceFile
-    offset: int
-    nbytes: int
-    at: int
-    label: str
-
-    @property
-    def disk_bytes(self) -> int:
-        """The number of bytes that the drive reads: for a packed tensor, this range's share of the blob."""
-        if isinstance(self.file, PackedSource):
-            return -(-self.nbytes * self.file.stored.nbytes // max(1, self.file.size))
-        return self.nbytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ disk neither idles for long nor falls behind for long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 EVICTIONS = ("belady", "fifo", "priority")
@@ -25,6 +25,7 @@ EVICTIONS = ("belady", "fifo", "priority")
 class EvictionPolicy:
     """A policy that chooses which pieces a cache keeps after their use: at most ``room`` of ``total`` pieces.
 
+    ``by_arrival``: whether the piece that was read first is evicted first, after its use.
     Pieces are identified by their ranks. The functions called ``next_use`` return the number of accesses
     until a rank is expected to be used again (lower: sooner).
     """
@@ -33,38 +34,37 @@ class EvictionPolicy:
     room: int
     total: int
     kept: set[int] = field(default_factory=set)
+    by_arrival: bool = False
     _credit: float = 0.0
     # pieces that were adopted and that a former cache did not keep, in the order of adoption
     _others: list[int] = field(default_factory=list)
 
-    def record_use(self, rank: int, next_use: Callable[[int], float]) -> int | None:
-        """Record that the piece ``rank`` was used, and return the rank of a piece that may be evicted now.
+    def __post_init__(self) -> None:
+        self.by_arrival = self.eviction == "fifo"
 
-        The returned rank may be the same piece; None means that all kept pieces stay.
-        """
-        if self.eviction == "fifo" or self.room <= 0:
-            return rank
-        if rank in self.kept:
-            return None
-        if len(self.kept) < self.room:
-            if self.eviction == "priority" or self._keep_next():
-                self.kept.add(rank)
-                return None
-            return rank
+    def record_uses(self, ranks: Iterable[int], next_use: Callable[[int], float]) -> None:
+        """Record that the pieces ``ranks`` were used, in this order, and choose anew which pieces are kept."""
+        if self.by_arrival or self.room <= 0:
+            return
         score: Callable[[int], float] = next_use if self.eviction == "belady" else float
-        worst = max(self.kept, key=score)
-        if score(rank) >= score(worst):
-            return rank
-        self.kept.remove(worst)
-        self.kept.add(rank)
-        return worst
+        for rank in ranks:
+            if rank in self.kept:
+                continue
+            if len(self.kept) < self.room:
+                if self.eviction == "priority" or self._keep_next():
+                    self.kept.add(rank)
+                continue
+            worst = max(self.kept, key=score)
+            if score(rank) < score(worst):
+                self.kept.remove(worst)
+                self.kept.add(rank)
 
     def adopt(self, rank: int, favoured: bool) -> None:
         """Record that the piece ``rank`` is in the cache from the start, and keep it if there is room.
 
         ``favoured``: whether a former cache kept it. Such a piece takes the place of one that is kept and was not.
         """
-        if self.eviction == "fifo":
+        if self.by_arrival:
             return
         if favoured and len(self.kept) >= self.room and self._others:
             self.kept.discard(self._others.pop())
@@ -82,18 +82,3 @@ class EvictionPolicy:
             self._credit -= 1
             return True
         return False
-
-    def remove(self, rank: int) -> None:
-        """Record that the piece ``rank`` is not in the cache any more."""
-        self.kept.discard(rank)
-
-    def choose_victim(
-        self, ranks: Collection[int], next_use: Callable[[int], float], arrival: Callable[[int], int]
-    ) -> int:
-        """Return which of ``ranks``, all of which may be evicted, is overwritten first.
-
-        ``arrival``: returns the sequence number of a rank's read.
-        """
-        if self.eviction == "fifo":
-            return min(ranks, key=arrival)
-        return max(ranks, key=lambda rank: (next_use(rank), rank))

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.file_read import FileRead
 from ..checkpoint.index import SourceFile
-from .cache_pieces import FileRead
 
 logger = logging.getLogger("carom")
 

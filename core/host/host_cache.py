@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.disk_reader import DiskReader, as_bytes
+from ..checkpoint.disk_reader import DiskReader
 from ..checkpoint.read_handle import SubmittedRead
 from ..common.errors import CaromError
 from .arena import HostArena
@@ -29,9 +29,10 @@ from .buffer_pool import BufferPool
 from .cache_buffer import Buffer, CacheFigures, Totals
 from .cache_pieces import BufferPlan, CachePiece
 from .kept_pieces import KeptPieces
-from .next_use import UseOrder
+from .next_use import NOW, UseOrder
 from .piece_checks import InspectionPool
 
+PieceBytes = tuple[torch.Tensor, Any]  # the bytes of a piece, and the result of their inspection
 _POLL = 0.0005  # seconds between tests of copies to the device that are under way
 _NAP = 0.1  # seconds after which a waiting thread tests its condition without being notified
 
@@ -93,11 +94,12 @@ class HostCache:
         with self._cond:
             units = dict.fromkeys([*order, *range(len(self._units))])
             for piece in (piece for unit in units for piece in self._units[unit]):
-                if not self.buffers.whole and not self.pool.may_grow:
+                if not self.buffers.whole and len(self.pool.buffers) >= self.pool.most:
                     break
                 buffer = self.pool.adopt(piece)
                 if buffer is None:
                     continue
+                buffer.data = buffer.block.data[: piece.nbytes]
                 if self._inspection_pool is None:
                     buffer.ready = True
                 else:
@@ -118,63 +120,78 @@ class HostCache:
         if self.complete:
             return True
         with self._cond:
-            return all(
-                (buffer := self.pool.holding.get(piece.rank)) is not None and buffer.ready
-                for piece in self._units[unit]
-            )
+            holding = self.pool.holding
+            for piece in self._units[unit]:
+                buffer = holding.get(piece.rank)
+                if buffer is None or not buffer.ready:
+                    return False
+        return True
 
-    def acquire(self, piece: CachePiece) -> torch.Tensor:
-        """Return the bytes of a piece (uint8 of ``piece.nbytes``), reading them first if necessary; `release`
-        must follow.
+    def acquire(self, pieces: Sequence[CachePiece]) -> list[PieceBytes]:
+        """Return the bytes (uint8) of ``pieces`` of one unit, up to the first that is not in RAM, and with each the result
+        of its inspection. If none is, the first one is read first, so at least one is returned. `release` must follow.
 
-        Raises WeightsError if they cannot be read; a later call tries again.
+        Raises WeightsError if bytes cannot be read; a later call tries again.
         """
         with self._cond:
+            first = pieces[0]
             # An error of an earlier read-ahead is dropped, also if the read-ahead fails while this call waits
             # for it: bytes that are needed now are read once more.
-            self._failed.pop(piece.rank, None)
-            read_ahead = self.pool.holding.get(piece.rank)
-            self._use_order.begin_use(piece)
-            return self._wait_for(piece, read_ahead)
+            self._failed.pop(first.rank, None)
+            buffer = self.pool.holding.get(first.rank)
+            if buffer is None or not buffer.ready:
+                self._wait_for(first, buffer)
+            holding, found = self.pool.holding, list[PieceBytes]()
+            for piece in pieces:
+                buffer = holding.get(piece.rank)
+                if buffer is None or not buffer.ready:
+                    break
+                buffer.in_use = True
+                found.append((buffer.data, buffer.inspection))
+            return found
 
-    def _wait_for(self, piece: CachePiece, read_ahead: Buffer | None) -> torch.Tensor:
-        """Return the bytes of a piece as `acquire` does. ``read_ahead``: the buffer into which it is being read."""
-        wait_began: float | None = None
+    def _wait_for(self, piece: CachePiece, read_ahead: Buffer | None) -> None:
+        """Wait until a piece is read. ``read_ahead``: the buffer into which it is being read."""
+        wait_began = time.perf_counter()
+        self._use_order.wait_for(piece)
         try:
+            self._start_reads()  # the reads for which the pieces that were used before made room
             while True:
                 buffer = self.pool.holding.get(piece.rank)
                 if read_ahead is not None and buffer is not read_ahead:
                     self._failed.pop(piece.rank, None)
                     read_ahead = None
                 if buffer is not None and buffer.ready:
-                    buffer.in_use = True
-                    return buffer.block.data[: piece.nbytes]
-                wait_began = wait_began or time.perf_counter()
+                    return
                 self._wait_step(piece, buffer)
         finally:
-            if wait_began is not None:
-                self._totals.late_seconds += time.perf_counter() - wait_began
+            self._use_order.wait_for(None)
+            self._totals.late_seconds += time.perf_counter() - wait_began
 
-    def release(self, piece: CachePiece, copy_event: Any) -> None:
-        """Release a piece that `acquire` returned, after all copies of it to the device were issued.
+    def release(self, pieces: Sequence[CachePiece], copies: Sequence[Any]) -> None:
+        """Release ``pieces``, those that `acquire` returned, after all copies of them to the device were issued.
 
-        ``copy_event``: completes with the last of these copies (None: nothing was copied).
+        ``copies``: for each piece that was used, an event that completes with the last of its copies, None if nothing was
+        copied. The pieces beyond were not used, and their positions in the order of use stay.
         """
+        used = pieces[: len(copies)]
         with self._cond:
-            buffer = self.pool.holding[piece.rank]
-            buffer.in_use = False
-            buffer.unused = False
-            buffer.copy_event = buffer.copy_event if copy_event is None else copy_event
-            if self.complete:
+            holding = self.pool.holding
+            for piece, copy_event in zip(used, copies, strict=True):
+                buffer = holding[piece.rank]
+                buffer.in_use = buffer.unused = False
+                if copy_event is not None:
+                    buffer.copy_event = copy_event
+            for piece in pieces[len(copies) :]:
+                holding[piece.rank].in_use = False
+            if self.complete or not used:
                 return
-            self._use_order.end_use(piece)
-            self.pool.record_use(piece)
-            self._start_reads()
-
-    def inspection(self, piece: CachePiece) -> Any:
-        """Return the inspection result of a piece; call this between `acquire` and `release`."""
-        with self._cond:
-            return self.pool.holding[piece.rank].inspection
+            self._use_order.end_uses(used)
+            if not self.pool.plan.whole:
+                self.pool.eviction.record_uses([piece.rank for piece in used], self.pool.next_use)
+            # `acquire` waits for the unit's other pieces, and starts reads then.
+            if used[-1].number + 1 == len(self._units[used[-1].unit]):
+                self._start_reads()
 
     def inspections(self, unit: int) -> list[Any] | None:
         """Return the inspection results of the unit's pieces, or None if any piece is not in RAM."""
@@ -191,15 +208,6 @@ class HostCache:
                 if buffer is not None and buffer.ready and not buffer.in_use:
                     self.pool.evict(buffer)
                     self.complete = False
-
-    def release_unused(self, piece: CachePiece) -> None:
-        """Release a piece that `acquire` returned and that was not used; its position in the order of use
-        stays.
-        """
-        with self._cond:
-            buffer = self.pool.holding.get(piece.rank)
-            if buffer is not None:
-                buffer.in_use = False
 
     def recover(self) -> None:
         """Drop what is being read, and count anew, after an interrupt.
@@ -227,26 +235,6 @@ class HostCache:
         with self._cond:
             self.pool.hold_back(nbytes)
             self._start_reads()
-
-    def shrink(self, nbytes: int) -> None:
-        """Lower the bound by ``nbytes``, rounded up to whole buffers, and free the buffers above it; at least
-        two remain.
-
-        Waits for copies to the device that read a buffer before freeing it. Does nothing if every piece has a
-        buffer of its own (``buffers.whole``).
-        """
-        with self._cond:
-            if self.buffers.whole:
-                return
-            self.pool.lower_limit(nbytes)
-            while self.pool.above_limit and not self._closed:
-                buffer = self.pool.least_needed()
-                if buffer is None:
-                    self._cond.wait(_NAP)
-                    continue
-                if buffer.copy_event is not None:
-                    self._wait_for_copy(buffer.copy_event)
-                self.pool.free(buffer)
 
     def figures(self) -> CacheFigures:
         """Return the cache's totals: bytes read, seconds of reading and waiting, bytes of memory."""
@@ -297,9 +285,9 @@ class HostCache:
             # model's frames alive.
             raise type(error)(*error.args) from error
         if buffer is None:
-            free_buffer = self.pool.find(piece, -1.0, demanded=True)
+            free_buffer = self.pool.take(piece, NOW, self.pool.spare(demanded=True), demanded=True)
             if free_buffer is not None:
-                self._read(piece, free_buffer, priority=-1.0)
+                self._read(piece, free_buffer, priority=NOW)
                 return
             readable = [b for b in self.pool.buffers if (b.ready or b.piece is None) and not b.in_use]
             copying = [b for b in readable if b.copy_event is not None]
@@ -308,13 +296,14 @@ class HostCache:
                 self._wait_for_copy(oldest.copy_event)
                 oldest.copy_event = None
                 return
-            if not self.pool.may_grow:
+            if len(self.pool.buffers) >= self.pool.most:
                 self._cancel_latest_read()
-        elif buffer.handles and buffer.handles[0].priority > -1.0:
+        elif buffer.handles and buffer.handles[0].priority > NOW:
             for handle in buffer.handles:
-                self._reader.reprioritise(handle, -1.0)
-        self._start_reads()
+                self._reader.reprioritise(handle, NOW)
         copies_under_way = any(b.copy_event is not None for b in self.pool.buffers)
+        if copies_under_way:  # nobody tells when they are over
+            self._start_reads()
         self._cond.wait(_POLL if copies_under_way else _NAP)
 
     def _cancel_latest_read(self) -> None:
@@ -335,31 +324,31 @@ class HostCache:
         """Start reads of expected pieces, soonest needed first, while there are buffers whose contents are
         needed later.
         """
-        if self._closed or len(self.pool.holding) >= self._total:
+        pool = self.pool
+        if self._closed or len(pool.holding) >= self._total:
             return
-        for when, piece in self._use_order.missing(self.pool.holding, self._failed):
-            buffer = self.pool.find(piece, when)
-            if buffer is None:
-                return
-            self._read(piece, buffer, when)
+        spare = pool.spare()
+        room = len(spare) + max(0, pool.most - len(pool.buffers))
+        for when, piece in self._use_order.missing(pool.holding, self._failed, room):
+            # A piece that needs no read ends at once, and this method is called again within `_read`.
+            if piece.rank not in pool.holding:
+                buffer = pool.take(piece, when, spare)
+                if buffer is None:
+                    return
+                self._read(piece, buffer, when)
 
     def _read(self, piece: CachePiece, buffer: Buffer, priority: float) -> None:
-        """Start the reads of ``piece`` into ``buffer``."""
-        self.pool.assign(piece, buffer)
+        """Start the reads of ``piece`` into ``buffer``, which holds it already."""
         buffer.read_began = time.perf_counter()
-        self._totals.read_begins(buffer.read_began)
+        self._totals.reading += 1
         if not piece.reads:  # the piece consists of padding only
             self._read_done(buffer, None)
             return
-        memory = as_bytes(buffer.block.data)
-        for read in piece.reads:
-            handle = self._reader.submit_range(
-                read.file, read.offset, read.nbytes, memory[read.at : read.at + read.nbytes],
-                label=read.label, priority=priority,
-            )  # fmt: skip
-            buffer.handles.append(handle)
-        for handle in list(buffer.handles):
-            handle.add_done_callback(functools.partial(self._read_done, buffer))
+        # Reads that end meanwhile wait for the lock, so they are counted before the first of them is handled.
+        handles = self._reader.submit_reads(
+            piece.reads, buffer.target, priority, functools.partial(self._read_done, buffer)
+        )
+        buffer.handles, buffer.pending_reads = handles, len(handles)
 
     def _read_done(self, buffer: Buffer, handle: SubmittedRead | None) -> None:
         """Handle the end of one of the buffer's reads (on a reader's thread, or at once on the calling
@@ -378,31 +367,39 @@ class HostCache:
             buffer.pending_reads -= 1
             if buffer.pending_reads:
                 return
-            first, buffer.pinned = not buffer.pinned, True
-        if first and not self._closed:
+            if buffer.pinned:
+                self._all_read(buffer)
+                return
+            buffer.pinned = True
+        if not self._closed:
             try:
                 self._arena.pin(buffer.block)  # not with the lock held: pinning takes milliseconds
             except Exception as failure:  # a reader's thread must survive; `acquire` raises the error
                 error = failure.with_traceback(None)
         with self._cond:
-            if buffer.dropped:
-                return
-            buffer.error = buffer.error or error
-            piece, now = buffer.piece, time.perf_counter()
-            assert piece is not None
-            self._totals.read_ends(now)
-            if buffer.error is None:
-                from_memory = sum(handle.from_memory for handle in buffer.handles)
-                self._totals.record_read(piece, buffer.read_began, now, from_memory)
-                if self._inspection_pool is not None and not self._closed:
-                    try:
-                        self._inspection_pool.submit(buffer, self._inspected)
-                    except RuntimeError as failure:  # the interpreter is shutting down
-                        buffer.error = failure
-                    else:
-                        self._inspecting, buffer.handles = self._inspecting + 1, []
-                        return
-            self._finish(buffer)
+            if not buffer.dropped:
+                buffer.error = buffer.error or error
+                self._all_read(buffer)
+
+    def _all_read(self, buffer: Buffer) -> None:
+        """Have the bytes of a buffer whose reads have ended inspected, or finish its piece. Called with the condition
+        held.
+        """
+        piece = buffer.piece
+        assert piece is not None
+        self._totals.reading -= 1
+        if buffer.error is None:
+            from_memory = sum(handle.from_memory for handle in buffer.handles)
+            self._totals.record_read(piece, buffer.read_began, time.perf_counter(), from_memory)
+            if self._inspection_pool is not None and not self._closed:
+                try:
+                    self._inspection_pool.submit(buffer, self._inspected)
+                except RuntimeError as failure:  # the interpreter is shutting down
+                    buffer.error = failure
+                else:
+                    self._inspecting, buffer.handles = self._inspecting + 1, []
+                    return
+        self._finish(buffer)
 
     def _inspected(self, buffer: Buffer) -> None:
         """Handle the end of the inspection of the buffer's bytes (on an inspection thread)."""
@@ -423,14 +420,21 @@ class HostCache:
             if not isinstance(buffer.error, CancelledError):
                 self._failed[piece.rank] = buffer.error
         else:
-            buffer.ready = True
+            buffer.data, buffer.ready = buffer.block.data[: piece.nbytes], True
         buffer.handles = []
         self._note_complete()
         try:
             self._start_reads()
         except BaseException as failure:  # noqa: BLE001 - a reader's thread must survive; `acquire` raises it
             self._broken = failure
-        self._cond.notify_all()
+        waited_for = self._use_order.waited_for
+        if (
+            waited_for is None
+            or waited_for is piece
+            or waited_for.rank not in self.pool.holding
+            or self._broken
+        ):
+            self._cond.notify_all()  # not a thread that waits for the end of another read
 
     def _note_complete(self) -> None:
         """Set `complete` if every piece has a buffer of its own and all bytes are there."""

@@ -137,6 +137,8 @@ class KeptPieces:
         The lock is held meanwhile, so no block is freed or reused while it is read.
         """
         end = offset + nbytes
+        if not self._ranges:
+            return [(offset, end)]
         missing: list[tuple[int, int]] = []
         with self._lock:
             ranges = self._ranges.get(file, [])

@@ -13,7 +13,7 @@ import torch
 
 from .cache_buffer import CacheFigures
 from .cache_pieces import CachePiece
-from .host_cache import HostCache
+from .host_cache import HostCache, PieceBytes
 from .shared_image import SharedImage
 
 Inspect = Callable[[CachePiece, torch.Tensor], Any]
@@ -54,24 +54,21 @@ class SharedCache:
         """Return whether all bytes of the unit are in RAM."""
         return unit in self._pieces or self._cache.has(unit)
 
-    def acquire(self, piece: CachePiece) -> torch.Tensor:
-        """Return the bytes of a piece as uint8; `release` must follow. Raises WeightsError as `HostCache` does."""
-        return self._image.bytes_of(piece) if piece.unit in self._pieces else self._cache.acquire(piece)
+    def acquire(self, pieces: Sequence[CachePiece]) -> list[PieceBytes]:
+        """Return the bytes of the first of ``pieces``, with the results of their inspection, as `HostCache` does: of all of
+        them if their unit is in the image.
+        """
+        if pieces[0].unit not in self._pieces:
+            return self._cache.acquire(pieces)
+        return [(self._image.bytes_of(piece), self._inspection(piece)) for piece in pieces]
 
-    def release(self, piece: CachePiece, copy_event: Any) -> None:
-        """Release a piece that `acquire` returned. ``copy_event``: ends the last copy of it to the device."""
-        if piece.unit not in self._pieces:
-            self._cache.release(piece, copy_event)
+    def release(self, pieces: Sequence[CachePiece], copies: Sequence[Any]) -> None:
+        """Release what `acquire` returned, as `HostCache` does."""
+        if pieces[0].unit not in self._pieces:
+            self._cache.release(pieces, copies)
 
-    def release_unused(self, piece: CachePiece) -> None:
-        """Release a piece that `acquire` returned and that was not used."""
-        if piece.unit not in self._pieces:
-            self._cache.release_unused(piece)
-
-    def inspection(self, piece: CachePiece) -> Any:
-        """Return the inspection result of a piece; call this between `acquire` and `release`."""
-        if piece.unit not in self._pieces:
-            return self._cache.inspection(piece)
+    def _inspection(self, piece: CachePiece) -> Any:
+        """Return the inspection result of a piece of the image."""
         if self._inspect is not None and piece.rank not in self._found:
             self._found[piece.rank] = self._inspect(piece, self._image.bytes_of(piece))
         return self._found.get(piece.rank)
@@ -80,7 +77,7 @@ class SharedCache:
         """Return the inspection results of the unit's pieces, or None if any piece is not in RAM."""
         if unit not in self._pieces:
             return self._cache.inspections(unit)
-        return [self.inspection(piece) for piece in self._pieces[unit]]
+        return [self._inspection(piece) for piece in self._pieces[unit]]
 
     def discard(self, unit: int) -> None:
         """Evict the unit's pieces because their bytes are wrong. Pieces of the image are inspected again."""
@@ -96,10 +93,6 @@ class SharedCache:
     def hold_back(self, nbytes: int) -> None:
         """Leave ``nbytes`` of the session's own buffers unallocated for now."""
         self._cache.hold_back(nbytes)
-
-    def shrink(self, nbytes: int) -> None:
-        """Free ``nbytes`` of the session's own buffers."""
-        self._cache.shrink(nbytes)
 
     def figures(self) -> CacheFigures:
         """Return the figures of the session's own buffers."""

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ..checkpoint.direct_io import ALIGN
+from ..checkpoint.file_read import FileRead
 from ..checkpoint.index import SourceFile
 from .arena import Block, HostArena
-from .cache_pieces import CachePiece, FileRead, PlacedTensor, file_reads
+from .cache_pieces import CachePiece, PlacedTensor, file_reads
 from .shared_memory import SharedMemory
 
 

@@ -355,6 +355,11 @@ class Meter:
         return self._steps
 
     @property
+    def records(self) -> bool:
+        """Whether the forward of the last step with figures recorded gradients."""
+        return self._last_step is not None and self._last_step.records
+
+    @property
     def awaiting(self) -> bool:
         """Whether a forward has finished and its backward may still follow."""
         step = self._open

@@ -28,7 +28,7 @@ from .unread_tensor import Snapshot, UnreadTensor, stays_there, unread, with_val
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 # Queries whose answer is the meta tensor's in `Home.host`. The model's own tensor may have other strides and another
-# dtype than the weight (see `packed_tensor.PackedTensor.refuse_kernels`).
+# dtype than the weight (see `refuse_kernels` in placement/given_up_bytes.py).
 _LAYOUT_QUERIES = {
     "stride", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg",
     "__repr__", "__format__",

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -28,13 +29,10 @@ class SlotRange(Protocol):
 
     ``low``: the first address.
     ``high``: the address after the last byte.
-    ``mapped``: (first address, address after the last byte) of each unit that kernels read from host memory,
-    because the slots had no room for it.
     """
 
     low: int
     high: int
-    mapped: list[tuple[int, int]]
 
     def handle(self, saved: torch.Tensor) -> Any:
         """Return the `managed_tensor.Handle` that autograd saves instead of ``saved``, a view of a slot."""
@@ -78,9 +76,13 @@ class Runtime(SlotRange, Protocol):
         """
 
 
+_version_of = attrgetter("host._version")
+
+
 class ManagedUnit:
     """A unit whose tensors are managed by a session.
 
+    ``index``: the unit's position among the streamed units of its layout.
     ``homes``: one `Home` for each of the unit's entries.
     ``epoch``: a number that is incremented when host bytes may have changed without torch raising a tensor's
     version counter.
@@ -91,8 +93,8 @@ class ManagedUnit:
     before.
     """
 
-    def __init__(self, unit: Unit, runtime: Runtime) -> None:
-        self.unit, self.runtime = unit, runtime
+    def __init__(self, unit: Unit, runtime: Runtime, index: int) -> None:
+        self.unit, self.runtime, self.index = unit, runtime, index
         self.homes: list[Home] = []
         self.epoch = 0
         self.trainable = False
@@ -112,9 +114,7 @@ class ManagedUnit:
 
     def version(self) -> int:
         """Return a number that changes whenever `epoch` or the version counter of a host tensor rises."""
-        version = self.epoch
-        for home in self.homes:
-            version += home.host._version
+        version = self.epoch + sum(map(_version_of, self.homes))
         if self.assigned:
             version += sum(tensor._version for tensor in self.assigned.values())
         return version

@@ -27,8 +27,8 @@ from ..common.errors import UnsupportedError
 from .compiling import pass_over, untraced
 from .shared_attributes import forward_of, original_of
 
-_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-_tracing: Callable[[], Any] = torch._C._get_tracing_state
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+tracing: Callable[[], Any] = torch._C._get_tracing_state
 _mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
 _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
 
@@ -294,7 +294,7 @@ class _Forward:
 def exporting() -> bool:
     """Return whether torch.export is running."""
     trace = sys.modules.get("torch.export._trace")
-    return _exporting() or getattr(trace, "_EXPORT_FLAGS", None) is not None
+    return is_exporting() or getattr(trace, "_EXPORT_FLAGS", None) is not None
 
 
 def refuse_capture(name: str) -> None:
@@ -304,8 +304,8 @@ def refuse_capture(name: str) -> None:
     A recorded graph would store the bytes of a slot (reused device memory) as the value of the weight.
     """
     if (
-        _tracing() is not None
-        or _exporting()
+        tracing() is not None
+        or is_exporting()
         or (torch._C._len_torch_dispatch_stack() and _mode(_PROXY) is not None)
     ):
         raise UnsupportedError(NO_GRAPH.format(name))

@@ -70,8 +70,8 @@ class Handle:
 
 
 def in_slots(slots: SlotRange, address: int) -> bool:
-    """Return whether ``address`` is in a slot, or in a unit that kernels read from host memory."""
-    return slots.low <= address < slots.high or any(low <= address < high for low, high in slots.mapped)
+    """Return whether ``address`` is in a slot."""
+    return slots.low <= address < slots.high
 
 
 def push_handles(slots: SlotRange) -> None:
@@ -79,17 +79,16 @@ def push_handles(slots: SlotRange) -> None:
     hooks.
 
     The hooks run for every saved tensor, activations included, so they do almost nothing for tensors outside
-    the slots. Views of units that kernels read from host memory are saved as handles too: a checkpoint counts
-    the tensors that are not, and a unit may be in a slot in forward and in host memory in recomputation.
+    the slots.
     """
     outer: Any = _top_hooks(False) if _top_hooks is not None else None
-    low, high, mapped, find = slots.low, slots.high, slots.mapped, slots.handle
+    low, high, find = slots.low, slots.high, slots.handle
     if outer is None:
 
         def pack(tensor: torch.Tensor) -> Any:
             try:
                 address = tensor.data_ptr()
-                if low <= address < high or (mapped and in_slots(slots, address)):
+                if low <= address < high:
                     return find(tensor)
             # a tensor without storage (fake, functional, sparse), or a weight without an address, is no view of a slot
             except (RuntimeError, UnsupportedError):
@@ -107,7 +106,7 @@ def push_handles(slots: SlotRange) -> None:
     def pack_through(tensor: torch.Tensor) -> Any:
         try:
             address = tensor.data_ptr()
-            if low <= address < high or (mapped and in_slots(slots, address)):
+            if low <= address < high:
                 return find(tensor)
         except (RuntimeError, UnsupportedError):
             pass
@@ -140,7 +139,7 @@ def streaming() -> SlotRange | None:
 
 
 _functorch: Any = getattr(torch._C, "_functorch", None)
-_transforms: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+transforms: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 
 
 def refuse_transforms(name: str) -> None:
@@ -150,7 +149,7 @@ def refuse_transforms(name: str) -> None:
     The copy into a slot would become part of the differentiated or captured function.
     """
     refuse_capture(name)
-    level = _transforms()
+    level = transforms()
     if level is not None and level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Jvp):
         raise UnsupportedError(
             f"unit {name!r} cannot be fetched inside torch.func.grad or jvp; use backward(), or close the session first"

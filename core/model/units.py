@@ -109,6 +109,11 @@ class Unit:
         self.nbytes += -(-entry.nbytes // self.align) * self.align
         self.raw_bytes += entry.nbytes
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the unit's tensors."""
+        return tuple(entry.name for entry in self.entries)
+
 
 @dataclass(eq=False)
 class Carving:
@@ -389,19 +394,25 @@ class _Carver:
             self._tied.append((entry, unit))
 
     def share_tied(self) -> None:
-        """Move each tensor that several units share to a unit of its own, which all modules that own the
-        tensor use.
+        """Move the tensors that several units share to units of their own, which all modules that own the tensors use.
+
+        Tensors with the same owners are one unit, because a forward of an owner uses all of them at once.
         """
+        shared: dict[frozenset[int], Unit] = {}
         for entry in {id(entry): entry for entry, _ in self._tied}.values():
             first = self._taken[id(entry)]
             rest = [e for e in first.entries if e is not entry]
             first.entries, first.nbytes, first.raw_bytes = [], 0, 0
             for other in rest:
                 first.add(other)
-            owners = list({id(site.module): site.module for site in entry.sites}.values())
-            shared = Unit(entry.name, "stem", owners, align=self.align)
-            shared.add(entry)
-            self.units.append(shared)
+            owners = {id(site.module): site.module for site in entry.sites}
+            unit = shared.get(frozenset(owners))
+            if unit is None:
+                unit = shared[frozenset(owners)] = Unit(
+                    entry.name, "stem", list(owners.values()), align=self.align
+                )
+                self.units.append(unit)
+            unit.add(entry)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -2,5 +2,6 @@
 are copied to a slot.
 
 May import `codec`, `checkpoint`, `host`, `device`, `model` and `metrics`. Main names: `Placement` (all
-tensors of a layout), `Tier` (all streamed units), `Backing` (one streamed unit), `make_tier` (chooses the tier).
+tensors of a layout), `Tier` (all streamed units), `Backing` (one streamed unit), `register_store` (the table
+of the kinds of stores).
 """

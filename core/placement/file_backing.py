@@ -19,7 +19,8 @@ from ..host.blob_checksums import PieceChecksums
 from ..model.home import Runtime
 from ..model.managed_tensor import in_backward
 from ..model.units import Unit
-from .backing import Backing, Link
+from ..stores.transfer import Transfer
+from .backing import Backing
 from .file_home import FileHome
 from .packed_residents import PackedResidents
 from .peer_memory import PeerCopy
@@ -93,7 +94,7 @@ class FileBacking(Backing):
 
     @property
     def wire(self) -> WireFormat:
-        """The byte layout of the unit in the host cache and on the link, of 0 bytes if the unit takes no room in the
+        """The byte layout of the unit in the host cache and on the transfer, of 0 bytes if the unit takes no room in the
         cache, because it stays on the device packed, or is in the memory of another device.
         """
         return self.layout if self._load is None else _NOTHING
@@ -105,7 +106,7 @@ class FileBacking(Backing):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of the unit outside its slot. One fetch copies them over the link, unless they stay on the
+        """Bytes of the unit outside its slot. One fetch copies them over the transfer, unless they stay on the
         device.
         """
         return self.layout.nbytes
@@ -121,70 +122,68 @@ class FileBacking(Backing):
         """
         if self._load is not None:
             return self._load.loaded
-        return self._reads.is_ready(self.index, self.packed)
+        if self.layout.decoder is not None:
+            return self._reads.is_verified(self.index)
+        cache = self._reads.cache
+        return cache is not None and cache.has(self.index)
 
-    def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+    def fetch(self, target: torch.Tensor, after: Sequence[Any], transfer: Transfer) -> Any:
         """Enqueue the copies of the unit's pieces to ``target``, each as soon as its disk read is done.
         Returns the last event.
 
-        Packed pieces are copied to ``link.staging`` and decoded from there. If they stay on the device, they are
+        Packed pieces are copied to ``transfer.staging`` and decoded from there. If they stay on the device, they are
         decoded from where they are. A tensor with a written value is copied from host memory and left out of
         the file's pieces, so that each byte is copied once.
         """
-        engine, meter, backward, wire = link.engine, link.meter, in_backward(), self.layout
-        written = [
-            which for which, home in enumerate(self.file_homes) if home.file_tensor.changed is not None
-        ]
+        engine, meter, backward, wire = transfer.engine, transfer.meter, in_backward(), self.layout
+        homes, load = cast("list[FileHome]", self.homes), self._load
+        on_device = load is not None and self.peer is None
+        written = [which for which, home in enumerate(homes) if home.file_tensor.changed is not None]
         # Ranks that fetch together all copy the file's bytes, whatever values were written on one of them.
         apart = written and self._reads.gather is None and self.peer is None
         spans, decoder = wire.without(frozenset(written)) if apart else (None, wire.decoder)
-        event: Any = None
-        if self._load is not None and self.on_device:
+        event, copied_bytes = None, 0
+        if load is not None and on_device:
             if decoder is not None:
-                event = self._decode_resident(self._load, decoder, target, after, link)
+                event = self._decode_resident(load, decoder, target, after, transfer)
                 after = [event]
         elif decoder is None:
-            event, _ = self._copy_pieces(target, after, link, spans)
+            event, _, copied_bytes = self._copy_pieces(target, after, transfer, spans, backward)
             after = after if event is None else [event]  # None: every tensor of the unit was written
         else:
-            assert link.staging is not None
-            staged, free = link.staging.take(wire.nbytes)
-            copied, found = self._copy_pieces(staged, free, link, spans)
-            link.staging.release_after(copied)
+            assert transfer.staging is not None
+            staged, free = transfer.staging.take(wire.nbytes)
+            copied, found, copied_bytes = self._copy_pieces(staged, free, transfer, spans, backward)
+            transfer.staging.release_after(copied)
             if self.peer is None:  # otherwise they were verified when the bytes came to the other device
                 self._reads.verify_checksums(self.index, found)
             event, times = engine.decode(decoder, staged, target, (copied, *after), meter.timing)
-            link.staging.release_after(event)
+            transfer.staging.release_after(event)
             meter.decoded(times)
             after = [event]
-        for home in map(self.file_homes.__getitem__, written):
+        for home in map(homes.__getitem__, written):
             value = home.file_tensor.changed
             assert value is not None
             start, end = home.entry.offset, home.entry.offset + home.entry.nbytes
             event, marks = engine.copy_in(target[start:end], storage_bytes(value), after, meter.timing)
-            self._count(link, marks, end - start, backward)
+            self._count(transfer, marks, end - start, backward)
         # Count one transfer, however many copies were needed, and none if everything was on the device.
-        if not self.on_device or written:
-            meter.copied(self.name, None, 0, self._copied_bytes(written), backward, int(not self.on_device))
+        if not on_device:
+            meter.copied(self.unit.name, None, copied_bytes, self.unit.raw_bytes, backward, 1)
+        elif written:
+            raw_bytes = sum(homes[which].entry.nbytes for which in written)
+            meter.copied(self.unit.name, None, 0, raw_bytes, backward, 0)
         return event
 
-    def _copied_bytes(self, written: Sequence[int]) -> int:
-        """Return the unpacked bytes of what a fetch copies from the host: all of the unit, or only its
-        ``written`` tensors if the rest is on the device.
-        """
-        if not self.on_device:
-            return self.unit.raw_bytes
-        return sum(self.homes[which].entry.nbytes for which in written)
-
     def _decode_resident(
-        self, load: Load, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], link: Link
+        self, load: Load, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], transfer: Transfer
     ) -> Any:
         """Decode the packed bytes that stay on the device, after loading them at the first use. Returns the
         event at the end of decoding.
         """
         self._need(load)
-        event, times = self._packed_residents.unpack(self, decoder, target, after, link.meter.timing)
-        link.meter.decoded(times)
+        event, times = self._packed_residents.unpack(self, decoder, target, after, transfer.meter.timing)
+        transfer.meter.decoded(times)
         return event
 
     def _need(self, load: Load) -> None:
@@ -194,61 +193,73 @@ class FileBacking(Backing):
             self._loader.load(load)
 
     def _copy_from_peer(
-        self, peer: PeerCopy, load: Load, to: torch.Tensor, after: Sequence[Any], link: Link
+        self, peer: PeerCopy, load: Load, to: torch.Tensor, after: Sequence[Any], transfer: Transfer
     ) -> Any:
         """Copy the unit's bytes from another device to ``to``. Returns the event of the copy."""
         self._need(load)
-        event, marks = peer.copy(to, peer.data, after, link.meter.timing)
-        link.meter.copied(self.name, marks, self.layout.nbytes, 0, in_backward(), 0, from_peer=True)
+        event, marks = peer.copy(to, peer.data, after, transfer.meter.timing)
+        transfer.meter.copied(self.name, marks, self.layout.nbytes, 0, in_backward(), 0, from_peer=True)
         return event
 
     def _copy_pieces(
-        self, to: torch.Tensor, after: Sequence[Any], link: Link, spans: list[tuple[int, int]] | None
-    ) -> tuple[Any, list[PieceChecksums]]:
+        self, to: torch.Tensor, after: Sequence[Any], transfer: Transfer, spans: list[tuple[int, int]] | None,
+        backward: bool,
+    ) -> tuple[Any, list[PieceChecksums], int]:  # fmt: skip
         """Copy the unit's bytes from the host cache to ``to`` on the device: all bytes, or only those in
         ``spans``.
 
-        Returns the event of the last copy, and the checksums of the pieces.
+        Returns the event of the last copy, the checksums of the pieces, and the bytes of copies that the meter has not
+        counted, because they were not timed.
         """
         if self.peer is not None and self._load is not None:
-            return self._copy_from_peer(self.peer, self._load, to, after, link), []
-        cache, engine, meter, backward = self._reads.cache, link.engine, link.meter, in_backward()
+            return self._copy_from_peer(self.peer, self._load, to, after, transfer), [], 0
+        cache, engine, meter = self._reads.cache, transfer.engine, transfer.meter
         assert cache is not None
+        timing, inspected = meter.timing, self.layout.decoder is not None
         event: Any = None
+        untimed_bytes = 0
         found: list[PieceChecksums] = []
         gather, parts = self._reads.gather, None
         if gather is not None:
             parts = gather.parts(self.layout.nbytes)
             spans = parts.spans(self.layout.nbytes)
-        for piece in self._reads.pieces(self.index):
-            before = engine.mark() if meter.timing and not cache.has(self.index) else None
-            source = cache.acquire(piece)
+        pieces = self._reads.pieces(self.index)
+        while pieces:
+            before = engine.mark() if timing and not cache.has(self.index) else None
+            acquired = cache.acquire(pieces)  # all pieces, or those before one that is not in RAM yet
             if before is not None:
                 meter.waited(before, engine.mark(), self.name, backward)
-            copied = None
+            taken, pieces = pieces[: len(acquired)], pieces[len(acquired) :]
+            copies: list[Any] = []  # of each piece, the event of its last copy
+            copied: Any = None
             try:
-                found.append(cache.inspection(piece))
-                for start, end in ((0, piece.nbytes),) if spans is None else piece.within(spans):
-                    # Do not bind the slice to a name: the traceback of an exception would keep it alive, and
-                    # with it the slot.
-                    copied, marks = engine.copy_in(
-                        to[piece.start + start : piece.start + end], source[start:end], after, meter.timing
-                    )
-                    self._count(link, marks, end - start, backward)
-                    event, after = copied, []
-            except BaseException:
-                if copied is None:
-                    cache.release_unused(piece)
-                else:  # a copy of one part was enqueued
-                    cache.release(piece, copied)
-                raise
-            cache.release(piece, copied)
+                for piece, (source, inspection) in zip(taken, acquired, strict=True):
+                    for start, end in ((0, piece.nbytes),) if spans is None else piece.within(spans):
+                        # Do not bind the slice to a name: the traceback of an exception would keep it alive, and
+                        # with it the slot.
+                        copied, marks = engine.copy_in(
+                            to[piece.start + start : piece.start + end], source[start:end], after, timing
+                        )
+                        if marks is None:
+                            untimed_bytes += end - start
+                        else:
+                            self._count(transfer, marks, end - start, backward)
+                        event, after = copied, []
+                    copies.append(copied)
+                    copied = None
+                    if inspected:
+                        found.append(inspection)
+            finally:
+                if copied is not None:
+                    copies.append(copied)  # a later copy of the same piece failed
+                cache.release(taken, copies)
+                acquired.clear()  # the traceback of an exception would keep them alive
         if gather is not None and parts is not None:
             event = gather.run(parts, to, event, self.name)
-        return event, found
+        return event, found, untimed_bytes
 
-    def _count(self, link: Link, marks: Any, nbytes: int, backward: bool) -> None:
+    def _count(self, transfer: Transfer, marks: Any, nbytes: int, backward: bool) -> None:
         """Count one copy of ``nbytes`` of the unit in the meter. ``marks``: the time marks of the copy."""
-        if link.engine.blocking and marks is not None:
-            link.meter.waited(marks[0], marks[1], self.name, backward)
-        link.meter.copied(self.name, marks, nbytes, 0, backward, 0)
+        if transfer.engine.blocking and marks is not None:
+            transfer.meter.waited(marks[0], marks[1], self.name, backward)
+        transfer.meter.copied(self.name, marks, nbytes, 0, backward, 0)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,8 @@ from ..host.blob_checksums import BlobChecks, PieceChecksums
 from ..host.cache_pieces import BufferPlan, CachePiece, choose_buffers, cut
 from ..host.host_cache import CacheFigures, HostCache
 from ..host.shared_cache import SharedCache
-from .backing import Link
+from ..stores.transfer import Transfer
+from .backing import RunnerState
 from .bound_checkpoint import FileTensor
 from .file_source import FileSource
 from .gather import Gather
@@ -79,7 +79,9 @@ class FileReads:
         self._engine, self._arena, self._source, self._residents = engine, arena, source, residents
         self.backings: list[FileBacking] = []
         self.cache: HostCache | SharedCache | None = None
-        self._link: Link | None = None
+        self._state: RunnerState | None = None
+        self._upcoming: list[int] = []  # indexes of the units to be fetched, as last told
+        self._fetched = 0  # how many of these were fetched since
         self._closed = False
         self._final = Read()
         self.gather: Gather | None = None
@@ -95,6 +97,7 @@ class FileReads:
         self._buffers: BufferPlan | None = None
         self._peak = 0  # peak bytes of host memory before the last release of memory
         self._used_units: set[int] = set()  # units used while residents are still being loaded
+        self._left_out = False  # whether the cache was last told an order without these
 
     @property
     def loader(self) -> ResidentLoader:
@@ -108,17 +111,17 @@ class FileReads:
         return math.inf if nbytes <= cache else cache
 
     @property
-    def link(self) -> Link:
-        """The objects with which the streamer copies to the device."""
-        assert self._link is not None
-        return self._link
+    def state(self) -> RunnerState:
+        """The state of the runner that fetches the units. Known after `start`."""
+        assert self._state is not None
+        return self._state
 
-    def start(self, link: Link) -> None:
+    def start(self, transfer: Transfer, runner: RunnerState) -> None:
         """Begin to read residents first. Units are read at the same time if host memory has room for both.
 
         Raises BudgetError if residents have to be read and the ``ram`` budget is less than one page.
         """
-        self._link = link
+        self._state = runner
         budget, residents = self._source.cache_bytes, self._residents
         for file_tensor in {
             id(h.file_tensor): h.file_tensor for b in self.backings for h in b.file_homes
@@ -133,10 +136,10 @@ class FileReads:
                 [self._shared.get(unit, pieces) for unit, pieces in enumerate(self._pieces)],
                 [wire.blobs for wire in wires],
             )
-        link.meter.disk_bytes = self.total_read
+        transfer.meter.disk_bytes = self.total_read
         if not self._engine.virtual_clock:
-            link.meter.disk_reads = self._reads
-        residents.attach_streamer(link.lock, link.meter)
+            transfer.meter.disk_reads = self._reads
+        residents.attach_streamer(runner.lock, transfer.meter)
         # Kept pieces are worth more than large staging buffers, because they save reads.
         spare = min(budget, max(budget - self._source.kept.nbytes, budget // 16, PAGE))
         buffers_beside = self._buffers_beside_cache(budget, spare)
@@ -144,7 +147,7 @@ class FileReads:
         if residents.wanted and not size:
             raise BudgetError(f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE)
         self._limit_kept(size * count if residents.wanted else 0)
-        residents.start(self._source.reader, size, count, self._residents_loaded, link.staging)
+        residents.start(self._source.reader, size, count, self._residents_loaded, transfer.staging)
         self._limit_kept(residents.staging_bytes)
         if buffers_beside:
             self._open_cache()
@@ -172,9 +175,9 @@ class FileReads:
 
     def _limit_kept(self, beside: int) -> None:
         """Release pieces kept from the last layout as far as host memory is needed for the cache's buffers,
-        changed values, copies that kernels read directly, and ``beside`` further bytes.
+        changed values, and ``beside`` further bytes.
         """
-        taken = self._source.checkpoint.changed_bytes + self.link.mapped_bytes() + beside
+        taken = self._source.checkpoint.changed_bytes + beside
         self._source.kept.set_budget(max(0, self._source.ram - taken))
 
     def _buffers_beside_cache(self, budget: int, spare: int) -> tuple[int, int] | None:
@@ -202,7 +205,7 @@ class FileReads:
         else:
             self.cache.hold_back(0)
             self._used_units.clear()
-            self.link.foresee()
+            self.expect(self._from_now())
 
     def _open_cache(self) -> None:
         """Create the host cache and begin to read the units that are expected first, before they are
@@ -220,14 +223,9 @@ class FileReads:
         self.cache = cache if image is None else SharedCache(cache, image, self._shared, inspect)
         if not self._buffers.whole:
             self.cache.hold_back(self._residents.staging_bytes)
-        upcoming = list(self.link.upcoming())
+        upcoming = self._from_now()
         self.cache.adopt(upcoming)
         self.cache.expect(upcoming)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all units are in RAM and stay there, so that nothing more is read."""
-        return self.cache is not None and self.cache.complete
 
     @property
     def waits_for_residents(self) -> bool:
@@ -236,19 +234,38 @@ class FileReads:
         """
         return self.cache is None and self._buffers is not None
 
-    @property
-    def used_lately(self) -> AbstractSet[int]:
-        """Indexes of units that read-ahead leaves out until all residents are on the device.
+    def expect(self, upcoming: list[int]) -> None:
+        """Read the units with the indexes ``upcoming`` ahead, in this order, once there is a cache.
 
         While residents are being loaded, each unit is read from the drive only once, for the first pass. The
         residents are read before any unit is read a second time.
         """
-        return self._used_units if self._residents.waiting else frozenset()
-
-    def expect(self, upcoming: Iterable[int]) -> None:
-        """Read the units with the indexes ``upcoming`` ahead, in this order."""
+        self._upcoming, self._fetched = upcoming, 0
         if self.cache is not None and not self.cache.complete:
-            self.cache.expect(upcoming)
+            expected = self._not_used_lately(upcoming)
+            self._left_out = len(expected) < len(upcoming)
+            self.cache.expect(expected)
+
+    def _from_now(self) -> list[int]:
+        """Return the units to be fetched from now on."""
+        return self._upcoming[self._fetched :] + self._upcoming[: self._fetched]
+
+    def _not_used_lately(self, upcoming: list[int]) -> list[int]:
+        if not (self._used_units and self._residents.waiting):
+            return upcoming
+        return [index for index in upcoming if index not in self._used_units]
+
+    def expect_now(self, index: int) -> None:
+        """Read the unit at ``index`` first, which is fetched now, whatever was expected and used lately.
+
+        Otherwise the reads of units that come later would take its buffers again and again.
+        """
+        if not self._left_out and self._upcoming[self._fetched : self._fetched + 1] == [index]:
+            return  # the cache expects it first
+        if self.cache is not None and not self.cache.complete and not self.cache.has(index):
+            later = self._not_used_lately(self._from_now())
+            place = later.index(index) if index in later else len(later)  # of the use that is now
+            self.cache.expect([index, *later[:place], *later[place + 1 :]])
 
     def recover(self) -> None:
         """Begin all reads anew after an interrupt, which may have come between two steps of a read."""
@@ -262,6 +279,8 @@ class FileReads:
         """Return the pieces of the unit at ``index``, and record that the unit is being used."""
         if self._residents.waiting:
             self._used_units.add(index)
+        if self._fetched < len(self._upcoming) and self._upcoming[self._fetched] == index:
+            self._fetched += 1
         return self._shared.get(index) or self._pieces[index]
 
     def verify_checksums(self, index: int, found: list[PieceChecksums]) -> None:
@@ -275,15 +294,13 @@ class FileReads:
             self.cache.discard(index)
             raise
 
-    def is_ready(self, index: int, packed: bool) -> bool:
-        """Return whether all bytes of a unit are in RAM and, if ``packed``, match their checksums.
+    def is_verified(self, index: int) -> bool:
+        """Return whether all bytes of a packed unit are in RAM and match their checksums.
 
         For a wrong checksum the result is False. The error is raised when the unit is needed.
         """
         if self.cache is None:
             return False
-        if not packed:
-            return self.cache.has(index)
         found = self.cache.inspections(index)
         try:
             if found is not None:
@@ -301,9 +318,9 @@ class FileReads:
         if even the smallest cache leaves no room for the value, and UnsupportedError if there is no room and
         a pass is running.
         """
-        with self.link.lock:
+        with self.state.lock:
             changed = self._source.checkpoint.changed_bytes
-            spare = self._source.ram - self._reserved_bytes() - changed - self.link.mapped_bytes()
+            spare = self._source.ram - self._reserved_bytes() - changed
             if (
                 file_tensor.kept_bytes > spare and file_tensor.changed is not None
             ):  # no room for both values: overwrite the previous value once its copies have ended
@@ -313,7 +330,7 @@ class FileReads:
                 self._invalidate(file_tensor)
                 return True
             if file_tensor.kept_bytes > spare:
-                if not self.link.idle():
+                if not self.state.idle:
                     raise UnsupportedError(
                         f"no room in ram for a new value of {file_tensor.name} during a pass; write it between passes"
                     )
@@ -324,7 +341,7 @@ class FileReads:
         kept = file_tensor.copy_of(value)  # a slow copy, so it is not made under the lock
         if kept.block is not None:
             self._arena.pin(kept.block)
-        with self.link.lock:
+        with self.state.lock:
             if file_tensor.changed is not None:
                 self._engine.synchronize()  # a copy to a slot may still read the previous value
                 self._peak = max(self._peak, self._host_bytes() + file_tensor.kept_bytes)
@@ -355,15 +372,7 @@ class FileReads:
         held += self._source.kept.nbytes
         if self._source.image is not None:
             held += self._source.image.nbytes
-        return held + (0 if self._link is None else self._link.mapped_bytes())
-
-    def make_host_room(self, nbytes: int) -> None:
-        """Shrink the host cache so that ``nbytes`` more of host memory do not exceed the ``ram`` budget."""
-        held = self._reserved_bytes() + self._source.checkpoint.changed_bytes + self.link.mapped_bytes()
-        self._limit_kept(self._residents.staging_bytes + nbytes)
-        if self.cache is not None and held + nbytes > self._source.ram:
-            self._peak = max(self._peak, self._host_bytes())
-            self.cache.shrink(held + nbytes - self._source.ram)
+        return held
 
     def _invalidate(self, file_tensor: FileTensor) -> None:
         """Mark the copies in slots of the unit that contains ``file_tensor`` as outdated. Called after the
@@ -449,8 +458,6 @@ class FileReads:
 
     def _release_backings(self) -> None:
         """Release the device memory and the pins of the units."""
-        if self._link is not None:
-            self._link = replace(self._link, staging=None)  # its device memory
         for backing in self.backings:
             backing.release()
             for home in backing.file_homes:

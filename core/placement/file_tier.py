@@ -8,8 +8,8 @@ prefetched to the device only after its bytes are in RAM.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..host.arena import HostArena
 from ..model.elsewhere_tensor import AwayParameter, AwayTensor
-from ..model.home import Runtime
+from ..model.home import ManagedUnit, Runtime
 from ..model.units import Entry, Unit
 from ..plan.residency import round_up
+from ..stores.transfer import Transfer
 from .attached_tensors import attach
-from .backing import Backing, Link
+from .backing import Backing, RunnerState
 from .bound_checkpoint import FileTensor
 from .file_backing import FileBacking
 from .file_home import FileHome
@@ -43,8 +44,6 @@ class FileTier(Tier):
     tier is made, because reads of their bytes begin with those of the other units.
     ``spare_bytes``: device memory of the budget that the plan leaves unused.
     """
-
-    reads_ahead = True
 
     def __init__(
         self, engine: Engine, arena: HostArena, source: FileSource, staging_bytes: int,
@@ -118,11 +117,11 @@ class FileTier(Tier):
         )
         return self._staging_bytes if wanted else 0
 
-    def start(self, link: Link) -> None:
-        """Begin to read. ``link``: the objects with which the streamer copies to the device."""
-        if link.staging is None and self.residents.packs:
+    def start(self, transfer: Transfer, runner: RunnerState) -> None:
+        """Begin to read. ``transfer``: the objects with which ``runner`` copies to the device."""
+        if transfer.staging is None and self.residents.packs:
             self.residents.temporary_bytes = round_up(self._residents.decoded_bytes, self.engine.grain)
-        self.reads.start(link)
+        self.reads.start(transfer, runner)
 
     @property
     def fast_ram_bytes(self) -> float:
@@ -143,28 +142,30 @@ class FileTier(Tier):
         """Whether no tensor is left to be restored by `undo`."""
         return super().undone and self._residents.undone
 
-    # -- reading ahead
+    # -- fetches
 
     @property
-    def complete(self) -> bool:
+    def complete(self) -> bool:  # type: ignore[override]
         """Whether all units are in RAM and stay there, so that nothing more is read."""
-        return self.reads.complete
+        cache = self.reads.cache
+        return cache is not None and cache.complete
 
-    def open(self) -> None:
-        """Load all residents if the cache has to wait for them. Called if a unit is used without a forward of
-        the root module.
+    def read_ahead(self, upcoming: Iterable[ManagedUnit]) -> None:
+        """Read the units ``upcoming`` ahead, in this order."""
+        self.reads.expect([unit.index for unit in upcoming])
+
+    def ready(self, unit: ManagedUnit) -> bool:
+        """Return whether the unit is in the cache or on a device, and has passed its checksums if it is packed."""
+        return cast("FileBacking", unit).ready()
+
+    def fetch(self, unit: ManagedUnit, target: torch.Tensor, after: Sequence[Any], transfer: Transfer) -> Any:
+        """Enqueue the copy of the unit from the cache. The cache opens only after all residents have been loaded, so load
+        them first if a unit is used without a forward of the root module.
         """
-        if self.reads.cache is None:  # the cache opens only after all residents have been loaded
+        if self.reads.cache is None:
             self.begin_pass(everything=True)
-
-    def expect(self, upcoming: Iterable[int]) -> None:
-        """Read the units with the indexes ``upcoming`` ahead, in this order."""
-        self.reads.expect(upcoming)
-
-    @property
-    def used_lately(self) -> AbstractSet[int]:
-        """Indexes of units that read-ahead leaves out until all residents are on the device."""
-        return self.reads.used_lately
+        self.reads.expect_now(unit.index)
+        return cast("FileBacking", unit).fetch(target, after, transfer)
 
     def recover(self) -> None:
         """Begin all reads anew after an interrupt."""
@@ -206,7 +207,7 @@ class FileTier(Tier):
 
     # -- values, memory and figures
 
-    def write(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
+    def write_to_file_tensor(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
         """Store ``value`` as the value of a streamed weight. Returns False if that needs a new layout."""
         return self.reads.write(file_tensor, value)
 
@@ -214,10 +215,6 @@ class FileTier(Tier):
     def device_bytes(self) -> int:
         """Device memory in bytes of the units that stay on the device packed, and of temporary staging memory."""
         return self.packed_residents.nbytes + self.residents.temporary_bytes
-
-    def make_host_room(self, nbytes: int) -> None:
-        """Shrink the host cache so that ``nbytes`` more host memory stays within the budget."""
-        self.reads.make_host_room(nbytes)
 
     def figures(self) -> TierFigures:
         """Return the figures for the report, disk reads included."""

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from ..checkpoint.disk_reader import DiskReader
+from ..checkpoint.file_read import ReadTarget
 from ..checkpoint.packed_source import PackedSource
 from ..device.engine import Engine
 from ..host import gds
@@ -115,9 +116,7 @@ def try_direct(
         """Return the seconds that the sample takes through the staging buffers in host memory."""
         began, submitted = time.perf_counter(), []
         for block, (_, piece) in zip(staging, sample, strict=False):
-            submitted.append([
-                reader.submit_range(r.file, r.offset, r.nbytes, block[r.at : r.at + r.nbytes]) for r in piece.reads
-            ])  # fmt: skip
+            submitted.append(reader.submit_reads(piece.reads, ReadTarget.of(block)))
         for block, (target, piece), handles in zip(staging, sample, submitted, strict=False):
             for handle in handles:
                 handle.result()

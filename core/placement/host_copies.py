@@ -7,22 +7,26 @@ pinned. While the unit streams, the block is its store. While the unit is reside
 the unit is streamed again, a fingerprint of the tensors on the device shows whether the block still holds
 their values. So after a change of the budget, only units whose present values are not in host memory are
 copied to the host.
+
+`HostStore` is all host memory that is kept so: an arena of pinned blocks, the host copies, and packed weights.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..host.arena import Block, storage_bytes
+from ..host.arena import Block, HostArena, storage_bytes
+from ..host.spare_blocks import SpareBlocks
 from ..model.managed_tensor import waits_elsewhere
 from ..model.units import Unit
 from ..plan.residency import SMALL_UNIT
+from .packed_tensor import PackedTensor
 
 if TYPE_CHECKING:
     from ..codec.unit_decoder import UnitDecoder
@@ -274,3 +278,77 @@ def _mixed(values: torch.Tensor) -> torch.Tensor:
         mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
         mixed *= factor
     return mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
+
+
+def _always(copy: HostCopy) -> bool:
+    """Return True. The default of ``serves`` in `HostStore.reuse`: every host copy is accepted."""
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class HostStore:
+    """Host memory that the successive placements of a session share.
+
+    ``arena``: allocates and pins blocks.
+    ``copies``: host copies of units from the previous layout, None if none are kept.
+    ``shelf``: packed weights, by the id of the model's tensor. While a weight is on the shelf, the model's
+    tensor has no bytes of its own.
+    ``spares``: pinned blocks that were made ahead for residents, None if none are.
+    """
+
+    arena: HostArena
+    copies: HostCopies | None
+    shelf: dict[int, PackedTensor]
+    spares: SpareBlocks | None = None
+
+    # -- packed weights
+
+    def value(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the value of ``tensor``: the tensor itself, or its packed weight decoded on ``device``."""
+        packed = self.shelf.get(id(tensor))
+        return tensor.detach() if packed is None else packed.value(device)
+
+    def take(self, tensor: torch.Tensor) -> PackedTensor | None:
+        """Remove the packed weight of ``tensor`` from the shelf and return it, or return None.
+
+        The caller has to give the tensor its value in another form.
+        """
+        tensor.__dict__.pop("_carom", None)
+        return self.shelf.pop(id(tensor), None)
+
+    # -- host copies of units from the previous layout
+
+    def find(self, unit: Unit) -> HostCopy | None:
+        """Return the unit's host copy, or None."""
+        return None if self.copies is None else self.copies.find(unit)
+
+    def is_current(self, copy: HostCopy) -> bool:
+        """Return whether ``copy`` holds the present values of its tensors, and none of them is on the
+        device."""
+        mine = all(
+            packed is None or (self.shelf.get(id(tensor)) is packed and copy.has(packed.blob))
+            for tensor, packed in zip(copy.tensors, copy.packed, strict=True)
+        )
+        return copy.device_fingerprint is None and mine and copy.lies_in_block()
+
+    def reuse(self, unit: Unit, serves: Callable[[HostCopy], bool] = _always) -> HostCopy | None:
+        """Remove the unit's host copy from the store and return it, if it is current and ``serves(copy)`` is
+        true. Otherwise discard the copy and return None.
+        """
+        copy = self.find(unit)
+        if copy is None or self.copies is None:
+            return None
+        if not self.is_current(copy) or not serves(copy):
+            self.copies.discard(copy)
+            return None
+        return self.copies.take(unit)
+
+    def attach_to_copy(self, copy: HostCopy) -> None:
+        """Let the tensors of ``copy``, which were on the device, use the memory of the copy again."""
+        for tensor, view, packed in zip(copy.tensors, copy.views, copy.packed, strict=True):
+            if packed is None:
+                assert view is not None
+                tensor.data = view
+            else:
+                self.shelf[id(tensor)] = packed
+                packed.give_up_memory()

@@ -15,11 +15,11 @@ import torch
 from ..codec.unit_decoder import UnitDecoder
 from ..device.engine import Engine
 from ..device.staging import Staging
-from ..host.arena import Block, storage_bytes
+from ..host.arena import storage_bytes
 from ..model.home import Runtime
 from ..model.managed_tensor import in_backward
 from ..model.units import Unit
-from .backing import Link
+from ..stores.transfer import Transfer
 from .packed_tensor import PackedTensor
 from .pinned_tier import PinnedBacking
 
@@ -68,54 +68,48 @@ class PackedBacking(PinnedBacking):
         """The bytes in host memory (uint8) that a fetch copies to the device."""
         return self.block.data
 
-    def plain_block(self) -> Block | None:
-        """Return the unit's block if its bytes are unpacked, else None."""
-        if self.outdated:
-            self._settle()
-        return super().plain_block() if self.decoder is None else None
-
     def release_block(self, unpin: bool) -> None:
         """Release the block, and the decoder with its tables in device memory. ``unpin``: unpin the block."""
         super().release_block(unpin)
         self.decoder = None  # the decoder keeps tables in device memory
 
-    def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+    def fetch(self, target: torch.Tensor, after: Sequence[Any], transfer: Transfer) -> Any:
         """Enqueue the copy or decoding of the unit's bytes into ``target``, after the events ``after``.
         Returns the last event.
         """
         if self.outdated:
             self._settle()
         if self.decoder is None:
-            return super().fetch(target, after, link)
+            return super().fetch(target, after, transfer)
         # a weight has changed since it was packed
         if self.encoded is not None and self.version() != self.encoded:
-            return self._copy_plain(target, after, link)
+            return self._copy_plain(target, after, transfer)
         if self.on_device:
-            event = self._unpack_on_device(self.decoder, target, after, link)
+            event = self._unpack_on_device(self.decoder, target, after, transfer)
         else:
-            event = self._copy_packed(self.decoder, target, after, link)
-        return self.copy_adopted(target, event, link) if self.adopted else event
+            event = self._copy_packed(self.decoder, target, after, transfer)
+        return self.copy_adopted(target, event, transfer) if self.adopted else event
 
-    def _copy_plain(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+    def _copy_plain(self, target: torch.Tensor, after: Sequence[Any], transfer: Transfer) -> Any:
         """Copy each tensor's plain bytes from host memory, because the packed bytes are outdated. Returns the
         last event.
         """
-        event, meter, backward = None, link.meter, in_backward()
+        event, meter, backward = None, transfer.meter, in_backward()
         for home in self.homes:
             start, end = home.entry.offset, home.entry.offset + home.entry.nbytes
-            event, marks = link.engine.copy_in(
+            event, marks = transfer.engine.copy_in(
                 target[start:end], storage_bytes(home.host), after, meter.timing
             )
             meter.copied(self.name, marks, end - start, end - start, backward, int(start == 0))
         return event
 
     def _unpack_on_device(
-        self, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], link: Link
+        self, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], transfer: Transfer
     ) -> Any:
         """Decode the packed bytes that stay on the device. Unpacked tensors that changed on the host are
         copied first. Returns the last event.
         """
-        packed_residents, meter = self._packed_residents, link.meter
+        packed_residents, meter = self._packed_residents, transfer.meter
         if packed_residents.is_stale(self):
             for marks, nbytes, raw in packed_residents.copy_changes(self, meter.timing):
                 meter.copied(self.name, marks, nbytes, raw, in_backward(), 0)
@@ -124,18 +118,18 @@ class PackedBacking(PinnedBacking):
         return event
 
     def _copy_packed(
-        self, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], link: Link
+        self, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], transfer: Transfer
     ) -> Any:
         """Copy the block to staging memory and decode it from there into ``target``, in pieces if needed.
         Returns the last event.
 
         The meter counts all pieces together as one transfer.
         """
-        engine, meter, backward = link.engine, link.meter, in_backward()
-        assert link.staging is not None
+        engine, meter, backward = transfer.engine, transfer.meter, in_backward()
+        assert transfer.staging is not None
         done, raw = None, self.unit.raw_bytes
         source, copy = self.source(engine)
-        for event, marks, nbytes, times in link.staging.bring(
+        for event, marks, nbytes, times in transfer.staging.bring(
             source, decoder, target, after, meter.timing, copy
         ):
             done = event

@@ -21,16 +21,10 @@ from ..codec.lossless_torch import decode_torch
 from ..codec.unit_decoder import AnyEntry, LosslessEntry, PackedEntry, RawEntry, UnitDecoder, sizes
 from ..host.arena import storage_bytes, typed_view
 from ..model.units import Entry
+from .given_up_bytes import refuse_kernels, show_one
 
 MAX_PACKED_RATIO = 0.95  # a tensor is packed only if it shrinks to this fraction of its bytes
 WIRE_ALIGN = 128  # bytes; alignment of packed tensors in a block
-
-# The floating point dtype with the fewest kernels that this version of torch has.
-_NO_KERNELS_FLOAT: torch.dtype = getattr(torch, "float4_e2m1fn_x2", torch.float8_e5m2fnuz)
-# Makes the storage of a tensor raise an error where its address is asked for.
-_refuse_address: Callable[[torch.Tensor], Any] = getattr(
-    torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None
-)
 
 
 @dataclass(eq=False)
@@ -94,25 +88,11 @@ class PackedTensor:
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.layout.is_floating_point() else 0
             one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
-            self._show(one)
-
-    def _show(self, one: torch.Tensor) -> None:
-        """Let the model's tensor be the single element of ``one``, expanded to the weight's shape."""
-        with torch._C.DisableTorchFunctionSubclass():  # whichever class the tensor has now
-            self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
+            show_one(self.tensor, self.layout, one)
 
     def refuse_kernels(self) -> None:
-        """Let the model's tensor, whose memory was given up, refuse kernels that are given the tensor itself.
-
-        Code that torch calls without ``__torch_function__`` (C++ extensions, DLPack) would otherwise compute with the
-        single element. No kernel of torch computes with the dtype of the tensor, and its storage gives no address.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            # A tensor that requires a gradient must have a floating point dtype. In those with 8 bits, 0x80 is NaN.
-            dtype = _NO_KERNELS_FLOAT if self.tensor.requires_grad else torch.bits8
-            one = torch.full((1,), 0x80, dtype=torch.uint8).view(dtype)
-            _refuse_address(one)
-            self._show(one)
+        """Let the model's tensor, whose memory was given up, refuse kernels that are given the tensor itself."""
+        refuse_kernels(self.tensor, self.layout)
 
 
 def give_back(

@@ -36,11 +36,11 @@ from ..model.elsewhere_tensor import AwayParameter, AwayTensor
 from ..model.home import Home, Runtime
 from ..model.managed_tensor import HostParameter, HostTensor
 from ..model.units import Unit
+from ..stores.transfer import Transfer
 from .attached_tensors import attach
-from .backing import Backing, Link
+from .backing import Backing, RunnerState
 from .decoder_check import DecoderCheck
-from .host_copies import HostCopy
-from .host_store import HostStore
+from .host_copies import HostCopy, HostStore
 from .packed_backing import PackedBacking, prepare
 from .packed_home import PackedHome
 from .packed_residents import PackedResidents
@@ -134,10 +134,10 @@ class PackedTier(BlockTier):
         """The record of the layout's tensors that are on the device."""
         return self._residents.device_tensors
 
-    def start(self, link: Link) -> None:
+    def start(self, transfer: Transfer, runner: RunnerState) -> None:
         """Copy the decoding tables of all units to the device."""
-        if link.staging is not None:
-            prepare(link.staging, self.packed_units, self.engine)
+        if transfer.staging is not None:
+            prepare(transfer.staging, self.packed_units, self.engine)
 
     # -- streamed units
 

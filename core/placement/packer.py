@@ -41,6 +41,9 @@ class Packing:
     ``plain``: packed weights do not make steps faster, so all weights are copied to the device unpacked.
     ``stay_on_device``: the packed bytes of units may stay on the device.
     ``residents``: they do, where units can be packed, because measured times showed that this makes steps faster.
+    ``one_decoded``: the region (the device memory through which units stream) has room for one decoded unit only, because
+    measured times showed that this makes steps faster. The packed bytes of the next unit still cross to staging memory
+    while a unit computes, and are decoded after it.
     ``rewritten``: the program will write to weights again and again, so blocks have room for values that pack worse.
     """
 
@@ -49,6 +52,7 @@ class Packing:
     plain: bool = False
     stay_on_device: bool = True
     residents: bool = False
+    one_decoded: bool = False
     rewritten: bool = False
 
 

@@ -20,12 +20,12 @@ from ..host.arena import Block, storage_bytes, workers
 from ..model.home import Home, Runtime
 from ..model.managed_tensor import HostParameter, HostTensor, in_backward
 from ..model.units import Unit
+from ..stores.transfer import Transfer
 from . import residents
 from .attached_tensors import attach
-from .backing import Backing, Link
+from .backing import Backing
 from .block_fill import BlockFill
-from .host_copies import HostCopy, move_small_tensors_out
-from .host_store import HostStore
+from .host_copies import HostCopy, HostStore, move_small_tensors_out
 from .peer_memory import PeerCopy
 from .resident_placer import ResidentPlacer
 from .tier import Tier
@@ -44,36 +44,32 @@ class PinnedBacking(Backing):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one fetch of the unit copies over the link."""
+        """Bytes that one fetch of the unit copies over the transfer."""
         return self.block.data.numel()
 
-    def plain_block(self) -> Block | None:
-        """Return the block, or None if the block was released or weights have their bytes elsewhere."""
-        return self.block if self.block.data.numel() >= self.nbytes and not self.adopted else None
-
-    def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+    def fetch(self, target: torch.Tensor, after: Sequence[Any], transfer: Transfer) -> Any:
         """Enqueue one copy of the block to ``target``, after the events ``after``. Returns the event of the
         copy.
         """
-        engine, meter, unit, backward = link.engine, link.meter, self.unit, in_backward()
-        source, copy = self.source(engine)
+        engine, meter, unit, backward = transfer.engine, transfer.meter, self.unit, in_backward()
+        source, copy = (self.block.data, engine.copy_in) if self.peer is None else self.source(engine)
         event, marks = copy(target, source, after, meter.timing)
         if engine.blocking and marks is not None:
             meter.waited(marks[0], marks[1], unit.name, backward)
         meter.copied(unit.name, marks, unit.nbytes, unit.raw_bytes, backward, from_peer=self.peer is not None)
-        return self.copy_adopted(target, event, link) if self.adopted else event
+        return self.copy_adopted(target, event, transfer) if self.adopted else event
 
-    def copy_adopted(self, target: torch.Tensor, event: Any, link: Link) -> Any:
+    def copy_adopted(self, target: torch.Tensor, event: Any, transfer: Transfer) -> Any:
         """Copy the bytes of weights whose ``.data`` the program replaced to their places in ``target``, after the event
         of the other bytes. Returns the event of the last copy.
         """
         for home in self.adopted:
             start, nbytes = home.entry.offset, home.entry.nbytes
             place = target[start : start + nbytes]
-            event, marks = link.engine.copy_in(
-                place, storage_bytes(home.host.detach()), (event,), link.meter.timing
+            event, marks = transfer.engine.copy_in(
+                place, storage_bytes(home.host.detach()), (event,), transfer.meter.timing
             )
-            link.meter.copied(self.name, marks, nbytes, 0, in_backward(), 0)
+            transfer.meter.copied(self.name, marks, nbytes, 0, in_backward(), 0)
         return event
 
     def source(self, engine: Engine) -> tuple[torch.Tensor, Callable[..., tuple[Any, Any]]]:

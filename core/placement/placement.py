@@ -19,7 +19,7 @@ from ..model.home import Runtime
 from ..model.units import Carving, Unit
 from ..plan.residency import Plan
 from .backing import Backing
-from .host_store import HostStore
+from .host_copies import HostStore
 from .resident_placer import ResidentPlacer
 from .residents import DeviceTensors
 from .tier import Tier

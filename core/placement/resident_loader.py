@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..checkpoint.direct_io import ALIGN as PAGE
 from ..checkpoint.disk_reader import DiskReader
+from ..checkpoint.file_read import ReadTarget
 from ..checkpoint.read_handle import SubmittedRead
 from ..common.errors import CaromError, WeightsError
 from ..common.sizes import MIB
@@ -351,13 +352,7 @@ class ResidentLoader:
                 staged.copied = None
             piece = item.pieces[0]
             staged.item, staged.piece = item, piece
-            staged.handles = [
-                self._reader.submit_range(
-                    read.file, read.offset, read.nbytes, staged.block.data[read.at : read.at + read.nbytes],
-                    label=read.label,
-                )
-                for read in piece.reads
-            ]  # fmt: skip
+            staged.handles = self._reader.submit_reads(piece.reads, ReadTarget.of(staged.block.data))
             item.pieces.popleft()
             self._submitted.append(self._free.popleft())
             record_span = self._span_recorder(time.perf_counter())

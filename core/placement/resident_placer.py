@@ -22,8 +22,7 @@ from ..model.units import Entry, Unit
 from ..plan.residency import round_up
 from . import residents
 from .backing import Backing
-from .host_copies import HostCopy, fingerprint
-from .host_store import HostStore
+from .host_copies import HostCopy, HostStore, fingerprint
 from .packer import host_bytes
 from .residents import DeviceTensors, Moved, SharedBuffer, group_by_buffer, is_plain
 from .tier import Tier

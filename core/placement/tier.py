@@ -1,30 +1,30 @@
-"""Defines `Tier`, the interface of the stores of a layout's streamed units: pinned host memory, packed host
-memory, or a file.
+"""Defines `Tier`, the base of the stores of a layout's streamed units: pinned host memory, packed host memory, or a
+file.
 
 A unit is a group of tensors that are copied to the device together. Its backing is the object that fetches
 its bytes into a slot (the device memory that holds a streamed unit while it is used). Residents are tensors
-that stay on the device. The link is the connection between host and device. A tier of another kind is one
-subclass with `Tier.place`, and a subclass of `Backing` with `Backing.fetch`. All other methods have defaults
-that suit units whose bytes are always in host memory.
+that stay on the device. The link is the connection between host and device. A tier is a `Store` (stores/store.py),
+and beside that it gives the model's tensors to the store and takes them back (`place`, `undo`), and loads residents
+from a file. Its methods have defaults that suit units whose bytes are always in host memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from ..device.engine import Engine
 from ..host.arena import Block
-from ..model.home import Runtime
+from ..model.home import Home, ManagedUnit, Runtime
 from ..model.units import Entry, Unit
+from ..stores.transfer import Transfer
 from .attached_tensors import AttachedTensors
-from .backing import Backing, Link
+from .backing import Backing, RunnerState
 
 if TYPE_CHECKING:
     from .bound_checkpoint import FileTensor
@@ -74,7 +74,7 @@ class TierFigures:
 class SlotReader(Protocol):
     """The streamer's interface for copying a unit's bytes back from the device."""
 
-    def read_back(self, backing: Backing, block: Block, after_fetch: Callable[[], None]) -> None:
+    def read_back(self, backing: ManagedUnit, block: Block, after_fetch: Callable[[], None]) -> None:
         """Fetch the unit to a slot, call ``after_fetch``, and copy the slot's bytes to ``block``."""
 
 
@@ -84,11 +84,10 @@ class Tier:
     ``notes``: notes for the report.
     ``left_device``: called when units whose packed bytes stayed on the device have to be copied over the link
     from now on.
-    ``reads_ahead``: whether units may have to be read from disk first (`complete`, `expect`,
-    `Backing.ready`).
+    ``complete``: whether all units are in host memory and stay there, so that nothing more is read.
     """
 
-    reads_ahead = False
+    complete = True  # no property: the runner asks at each use of a unit
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -133,8 +132,8 @@ class Tier:
         """Device memory in bytes that fetches need for packed bytes before decoding. Known after `place`."""
         return 0
 
-    def start(self, link: Link) -> None:
-        """Begin to serve fetches over ``link``. Called once the slots exist."""
+    def start(self, transfer: Transfer, runner: RunnerState) -> None:
+        """Begin to serve fetches by ``transfer`` for ``runner``. Called once the slots exist, after `read_ahead`."""
 
     # -- units in the memory of other devices (`PeerMemory`)
 
@@ -173,23 +172,26 @@ class Tier:
         """Whether no tensor is left to be restored by `undo`."""
         return not self.backings and self.attached.empty
 
-    # -- reading ahead
+    # -- fetches and values, as `Store` describes them
 
-    @property
-    def complete(self) -> bool:
-        """Whether all units are in host memory and stay there, so that nothing more is read."""
+    def read_ahead(self, upcoming: Iterable[ManagedUnit]) -> None:
+        """Read the units ``upcoming`` ahead, in this order."""
+
+    def ready(self, unit: ManagedUnit) -> bool:
+        """Return whether the unit can be fetched without waiting for a disk read."""
         return True
 
-    def open(self) -> None:
-        """Prepare for the use of a unit without a forward of the root module."""
+    def fetch(self, unit: ManagedUnit, target: torch.Tensor, after: Sequence[Any], transfer: Transfer) -> Any:
+        """Enqueue the copy of the unit into ``target``, after the events ``after``. Returns the event of the copy."""
+        return cast("Backing", unit).fetch(target, after, transfer)
 
-    def expect(self, upcoming: Iterable[int]) -> None:
-        """Read the units with the indexes ``upcoming`` ahead, in this order."""
+    def read(self, weight: Home) -> torch.Tensor:
+        """Return the weight's present value, as a CPU tensor that the caller must not write to."""
+        return weight.read()
 
-    @property
-    def used_lately(self) -> AbstractSet[int]:
-        """Indexes of recently used units, which read-ahead leaves out for now."""
-        return frozenset()
+    def write(self, weight: Home, value: torch.Tensor) -> None:
+        """Store ``value``, a CPU tensor, as the weight's value."""
+        weight.keep(value)
 
     def recover(self) -> None:
         """Bring reads and caches into order after an interrupt. Called while no fetch is running and the device is
@@ -217,7 +219,7 @@ class Tier:
 
     # -- values that the program writes to weights, and packing
 
-    def write(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
+    def write_to_file_tensor(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
         """Store ``value`` as the value of a streamed weight from a file. Returns False if that needs a new
         layout.
         """
@@ -262,9 +264,6 @@ class Tier:
     def device_bytes(self) -> int:
         """Device memory in bytes that streamed units take beside slots and staging memory."""
         return 0
-
-    def make_host_room(self, nbytes: int) -> None:
-        """Release host memory so that ``nbytes`` more do not exceed the ``ram`` budget."""
 
     # -- figures
 

@@ -2,5 +2,5 @@
 predicted step times.
 
 May import `common`. No torch here. Main names: `Plan`, `Region`, `AccessOrder`, `predict`, `Schedule`,
-`make_schedule`.
+`schedule_in_region`.
 """

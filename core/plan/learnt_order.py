@@ -1,19 +1,29 @@
-"""Defines `LearntOrder`: the order in which the tensors of a module were used, from one layout of the module to the
-next.
+"""What is learnt of a module, from one layout and one session of it to the next: `LearntOrder` is the order in which its
+tensors were used, `KnownSchedules` are the tables that were made for it.
 
 A layout divides the module into units (groups of tensors that are copied together), of which some stream. Layouts
-differ in their units and in what streams, so the order is kept by the names of tensors. The module imports no torch and
-has no side effects.
+differ in their units and in what streams, so the order is kept by the names of tensors. A schedule
+(`plan.schedule.Schedule`) is a table for an order of uses, the sizes of the units, and a region of device memory. A module
+comes back to the same three when it returns to the device, when its budget changes to and fro, when another session
+streams it, and when it is called in several ways in turns. The module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from .schedule import Schedule
+from .schedule_follower import KnownPasses
 
 FORWARD = 0  # the kind of use that a forward is, see `AccessOrder`
 _MOST = 1 << 12  # the latest uses that are kept
+_SCHEDULES = 16  # number of schedules that are kept: some orders in some budgets
+_DIVISIONS = 4  # number of divisions into streamed units whose passes are known
 
+Kept = TypeVar("Kept")
 Names = tuple[str, ...]
 
 
@@ -30,9 +40,8 @@ class LearntOrder:
     def with_others(self, other: LearntOrder) -> LearntOrder:
         """Return this order with the tensors that only ``other`` knows, each after the one that precedes it there."""
         known, seen = self.names(), set[str]()
-        following: dict[
-            str, list[Names]
-        ] = {}  # what comes after the first use of a tensor; "": at the beginning
+        # What comes after the first use of a tensor; "": at the beginning.
+        following: dict[str, list[Names]] = {}
         after = ""
         for names, kind in other.uses:
             new = tuple(name for name in names if name not in known and name not in seen)
@@ -71,3 +80,29 @@ class LearntOrder:
 def learnt(uses: Sequence[tuple[Names, int]]) -> LearntOrder:
     """Return the order of ``uses``, the latest ones if there are very many."""
     return LearntOrder(tuple(uses[-_MOST:]))
+
+
+class KnownSchedules:
+    """The schedules that were made lately for one module, so that none is made twice, and its passes."""
+
+    def __init__(self) -> None:
+        self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
+        self._passes: OrderedDict[Hashable, KnownPasses] = OrderedDict()
+
+    def find(self, made_from: Hashable, make: Callable[[], Schedule]) -> Schedule:
+        """Return the schedule of ``made_from``, which is everything that ``make`` makes it from."""
+        return _find(self._schedules, made_from, make, _SCHEDULES)
+
+    def passes_of(self, units: tuple[Names, ...]) -> KnownPasses:
+        """Return the passes that are known where ``units`` stream, each given by the names of its tensors."""
+        return _find(self._passes, units, KnownPasses, _DIVISIONS)
+
+
+def _find(kept: OrderedDict[Hashable, Kept], key: Hashable, make: Callable[[], Kept], most: int) -> Kept:
+    """Return what is kept for ``key``, or what ``make`` makes. What was not used for longest goes beyond ``most``."""
+    found = kept[key] if key in kept else make()
+    kept[key] = found
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)
+    return found

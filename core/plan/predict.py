@@ -1,19 +1,16 @@
 """Simulation of a step under a given plan: predicts seconds, bytes copied and stalls without running the
 model.
 
-The streamer copies weights to the device in units (groups of tensors), into slots of a preallocated region.
-The streamer issues copies in an order that depends on the order of use, the sizes of the units and the
-region, and never on measured times. Therefore `predict` can replay the same decisions with the same `Region`
-allocator, under the assumption that the access order has been learned, and compute times along the way. The
-simulated machine has one link to the device, which copies in the order of issue, and one stream, which
-computes. A copy starts when the
-link is free and the last readers of the bytes it overwrites have finished. A use of a unit starts when the
-stream is free and the unit's copy has finished. On devices where copies block the host, the stream computes
-nothing during a copy.
+The streamer copies weights to the device in units (groups of tensors), into places in a region of device memory. It
+issues the fetches of a schedule, which depends on the order of use, the sizes of the units and the region, and never on
+measured times. `predict` replays these fetches and computes times along the way. The simulated machine has one link to
+the device, which copies in the order of issue, and one stream, which computes. A copy starts when the link is free and
+the last readers of the bytes it overwrites have finished. A use of a unit starts when the stream is free and the unit's
+copy has finished. On devices where copies block the host, the stream computes nothing during a copy.
 
 By default the host is assumed to issue work ahead of the device, which holds while the kernels of a unit take
 longer than their launches. With `LaunchSeconds`, no kernel or copy starts before the host has issued that
-work. A unit is *resident* if it stays on the device, and *streamed* if it is copied to a slot for its uses. The
+work. A unit is *resident* if it stays on the device, and *streamed* if it is copied to the region for its uses. The
 module imports no torch and has no side effects.
 """
 
@@ -21,36 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
-from .region import Region
+from .schedule import Link
 
 HOST_BINDS = 0.97  # a step is bound by the host where issuing it takes more than this share of its seconds
-# Seconds between the end of one copy and the first byte of the next, where that was not measured.
-LATENCY = 10e-6
-
-
-@dataclass(frozen=True)
-class Link:
-    """The speed of copies from host to device: a rate in bytes/s and a fixed cost of each copy in seconds.
-
-    ``blocking``: the host waits for every copy, as on a device without streams. Raises ValueError for a rate
-    that is not positive and finite, or for a negative latency.
-    """
-
-    bytes_per_second: float
-    latency: float = LATENCY
-    blocking: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bytes_per_second < float("inf") or self.latency < 0:
-            raise ValueError(
-                f"{self} is not a valid link: the rate must be positive and the latency at least zero"
-            )
-
-    def seconds(self, nbytes: int) -> float:
-        """Return the seconds that a copy of ``nbytes`` bytes occupies the link."""
-        return self.latency + nbytes / self.bytes_per_second
 
 
 class PackedTransfer(NamedTuple):
@@ -58,10 +31,14 @@ class PackedTransfer(NamedTuple):
 
     ``nbytes``: packed bytes copied to the device, 0 for a unit whose packed bytes stay on the device;
     ``seconds``: time the device takes to unpack them. Kernels that run beside the unpacking take that much longer.
+    ``pieces``: the number of pieces in which they are copied and unpacked, one after the other. ``buffers``: how many such
+    pieces the staging memory holds, 1 or 2.
     """
 
     nbytes: int
     seconds: float
+    pieces: int = 1
+    buffers: int = 2
 
 
 @dataclass(frozen=True)
@@ -199,26 +176,26 @@ class Prediction:
         return self.host_seconds > HOST_BINDS * self.seconds
 
 
-@dataclass(eq=False, slots=True)
-class _SimulatedSlot:
-    """A slot of the simulation, with times in seconds in place of device events."""
+class Fetches(NamedTuple):
+    """The fetches that a schedule issues, see `Schedule`. The cycles of the schedule are the steps.
 
-    unit: int
-    offset: int
-    nbytes: int
-    end: int
-    there: float  # time when the unit's bytes have arrived
-    read: float = -1.0  # time when the last read ends; -1: the slot was never read
-    users: int = 0
+    ``uses``: the number of each use; ``after`` and ``before``: by position, the numbers of the fetches that are issued
+    after the use there and before it; ``unit_of``: the unit of each number. ``laps``: the steps of the table.
+    """
+
+    uses: Sequence[int] = ()
+    after: Sequence[Sequence[int]] = ()
+    before: Mapping[int, Sequence[int]] = MappingProxyType({})
+    unit_of: Sequence[int] = ()
+    laps: int = 1
 
 
 @dataclass(eq=False)
 class _Simulation:
-    """A replay of the streamer's decisions over a repeated sequence of uses, with a clock for each resource."""
+    """A replay of a schedule over repeated steps, with a clock for each resource."""
 
     sizes: Sequence[int]
-    region: Region
-    sequence: list[int]  # the streamed unit of each use of one step
+    fetches: Fetches
     link: Link
     compute: float = 0.0  # time up to which the computing stream is busy
     wire: float = 0.0  # time up to which the link is busy
@@ -226,118 +203,44 @@ class _Simulation:
     wire_bytes: int = 0
     transfers: int = 0
     packed: Mapping[int, PackedTransfer] = field(default_factory=dict)
-    # Times when the last two packed units were unpacked, the older unit first. The staging buffer, to which
-    # packed bytes are copied, holds two units.
+    # Times when the last two pieces were unpacked, the older one first. The staging memory, to which packed bytes are
+    # copied, holds one or two pieces.
     staged: tuple[float, float] = (0.0, 0.0)
     unpacked: float = 0.0  # time when the latest unpacking ended
     at: int = -1  # number of the present use, counted over all steps
     trains: Mapping[int, int] = field(default_factory=dict)
     # Unit -> step in which its trained bytes were last copied.
     renewed: dict[int, int] = field(default_factory=dict)
-    slots: dict[int, _SimulatedSlot] = field(default_factory=dict)
-    # Byte ranges of evicted slots: (first byte, end, time of the last read).
-    freed: list[tuple[int, int, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        period = len(self.sequence)
-        last: dict[int, int] = {}
-        # For each use of the sequence, the number of uses until the same unit's next use.
-        self.gap = [0] * period
-        for place in range(2 * period - 1, -1, -1):
-            unit = self.sequence[place % period]
-            if place < period:
-                self.gap[place] = last[unit] - place
-            last[unit] = place
-        self.next = last  # unit -> number of its next use, counted over all steps
+    there: dict[int, float] = field(default_factory=dict)  # when what each fetch brings is there
 
     def use(self, seconds: float, held: float) -> None:
-        """Simulate the next use of the sequence, which computes for ``seconds``; ``held``: see `Use`."""
+        """Simulate the next use of the schedule, which computes for ``seconds``; ``held``: see `Use`."""
         self.at += 1
-        place = self.at % len(self.sequence)
-        unit = self.sequence[place]
-        self.next[unit] = self.at + self.gap[place]
-        slot = self.slots.get(unit)
-        surprised = slot is None
-        if slot is None:
-            found = self.region.place(self.sizes[unit], self._next_uses())
-            assert found is not None, "no slot is in use between two uses, so any unit can be placed"
-            slot = self._fill(unit, *found)
-        slot.users = 1
-        self.compute = max(self.compute, slot.there)
-        if surprised:
-            self._prefetch()
-        self.compute += held * seconds
-        slot.users = 0
-        slot.read = self.compute
-        self._prefetch()
+        uses, after, before = self.fetches[:3]
+        position = self.at % len(uses)
+        self._issue(before.get(position, ()))
+        self.compute = max(self.compute, self.there.get(uses[position], 0.0)) + held * seconds
+        self._issue(after[position])
         self.compute += seconds - held * seconds
 
-    def end_step(self) -> None:
-        """Evict the units with trainable weights, because an optimizer changes their host weights after each
-        step.
-        """
-        for unit in self.trains.keys() & self.slots.keys():
-            self._evict(self.slots[unit])
+    def _issue(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.there[number] = self._copy(self.fetches.unit_of[number], max(self.compute, self.issued))
 
-    def _evict(self, victim: Any) -> None:
-        """Remove the slot ``victim`` and remember when its bytes may be overwritten."""
-        self.region.remove(victim)
-        del self.slots[victim.unit]
-        if victim.read >= 0:
-            self.freed.append((victim.offset, victim.end, victim.read))
-
-    def _next_uses(self) -> list[float | None]:
-        """Return, for each slot of the region, the number of uses until its unit's next use; None for a slot
-        in use.
-        """
-        next_, at, slots = self.next, self.at, self.region.slots
-        return [None if s.users else next_[s.unit] - at for s in slots]
-
-    def _prefetch(self) -> None:
-        """Issue copies of the next units, in order of use, as far as the region has space for them."""
-        room, at, sequence, slots, sizes = self.region.nbytes, self.at, self.sequence, self.slots, self.sizes
-        period = len(sequence)
-        seen = set()
-        for distance in range(1, period + 1):
-            unit = sequence[(at + distance) % period]
-            if unit in seen:
-                continue
-            seen.add(unit)
-            room -= sizes[unit]
-            if room < 0:
-                return
-            if unit in slots or (unit in self.trains and at % period + distance >= period):
-                continue
-            found = self.region.place(sizes[unit], self._next_uses(), later_than=distance)
-            if found is None:
-                return
-            self._fill(unit, *found)
-
-    def _fill(self, unit: int, offset: int, victims: list) -> _SimulatedSlot:
-        """Evict ``victims``, issue the copy (and unpacking) of ``unit`` to ``offset``, and return the new
-        slot.
-        """
-        for victim in victims:
-            self._evict(victim)
-        nbytes = self.sizes[unit]
-        end = offset + nbytes
-        free, kept = self.issued, []
-        for low, high, read in self.freed:
-            if low < end and offset < high:
-                free = max(free, read)
-                kept += [(a, b, read) for a, b in ((low, offset), (end, high)) if a < b]
-            else:
-                kept.append((low, high, read))
-        self.freed = kept
+    def _copy(self, unit: int, free: float) -> float:
+        """Copy (and unpack) ``unit`` to a place that is free at ``free``. Returns the time when it is there."""
         start = max(self.wire, free)
         packed = self.packed.get(unit)
-        copied, unpacking = packed or (nbytes, 0.0)
+        copied, unpacking, pieces, buffers = packed or PackedTransfer(self.sizes[unit], 0.0)
         if not self.link.blocking:
             self.compute += (
                 unpacking  # both use the device's memory; a stream that waits for weights loses nothing
             )
         if packed is not None and not copied:
-            fresh, step = self.trains.get(unit, 0), max(self.at, 0) // len(self.sequence)
+            fresh, step = (
+                self.trains.get(unit, 0),
+                max(self.at, 0) * self.fetches.laps // len(self.fetches.uses),
+            )
             if fresh and self.renewed.get(unit) != step:
                 self.renewed[unit] = step
                 self.wire = max(self.wire, self.issued) + self.link.seconds(fresh)
@@ -350,16 +253,15 @@ class _Simulation:
         elif packed is None:
             there = self.wire = start + self.link.seconds(copied)
         else:
-            # Packed bytes are copied to the staging buffer, which holds two units. Only the unpacking needs
-            # the slot.
-            self.wire = max(self.wire, self.staged[0]) + self.link.seconds(copied)
-            there = self.unpacked = max(self.wire, start, self.unpacked) + unpacking
-            self.staged = self.staged[1], there
+            # Packed bytes are copied to the staging memory. Only the unpacking needs the slot.
+            there = 0.0
+            for _ in range(pieces):
+                self.wire = max(self.wire, self.staged[2 - buffers]) + self.link.seconds(copied // pieces)
+                there = self.unpacked = max(self.wire, start, self.unpacked) + unpacking / pieces
+                self.staged = self.staged[1], there
         self.wire_bytes += copied
         self.transfers += copied > 0
-        slot = self.slots[unit] = _SimulatedSlot(unit, offset, nbytes, end, there)
-        self.region.add(slot)  # type: ignore[arg-type]
-        return slot
+        return there
 
 
 def predict(
@@ -368,6 +270,7 @@ def predict(
     region_bytes: int,
     workload: Workload,
     link: Link,
+    fetches: Fetches,
     *,
     steps: int = 4,
     packed: Mapping[int, PackedTransfer] | None = None,
@@ -375,13 +278,13 @@ def predict(
 ) -> Prediction:
     """Predict a step of ``workload`` when the units in ``resident`` stay on the device and the others stream.
 
-    ``sizes``: bytes by unit; ``region_bytes``: size of the slot region. ``packed``: the units that are copied
+    ``sizes``: bytes by unit; ``region_bytes``: size of the region. ``fetches``: those of the schedule by which the units
+    stream (`session.measured_planner.fetches_of_step`). ``packed``: the units that are copied
     packed. ``host``: seconds that Python takes to issue the uses; None means that
     the device never waits for Python.
 
-    The figures are means over ``steps`` steps, after one step that fills the slots: slots of several sizes
-    may lie at other offsets from step to step. Raises ValueError where a streamed unit is larger than the
-    region.
+    The figures are means over ``steps`` times all steps of the schedule, after one step that fills the region. Raises
+    ValueError where a streamed unit is larger than the region.
     """
     if len(sizes) != len(workload.forward):
         raise ValueError(f"got {len(sizes)} sizes for a workload of {len(workload.forward)} units")
@@ -392,21 +295,12 @@ def predict(
         return Prediction(sum(phases), 0.0, 0, 0, phases)
     if max(streamed, default=0) > region_bytes:
         raise ValueError(f"a region of {region_bytes} bytes has no slot for a unit of {max(streamed)}")
-    sequence = [use.unit for use in uses if use.unit not in resident]
-    largest = max(streamed, default=1)
-    simulation = _Simulation(
-        sizes,
-        Region(max(region_bytes, largest), largest),
-        sequence,
-        link,
-        packed=packed or {},
-        trains=workload.trains,
-    )
+    simulation = _Simulation(sizes, fetches, link, packed=packed or {}, trains=workload.trains)
+    steps *= fetches.laps
     calls = LaunchSeconds((0.0, 0.0), (0.0, 0.0)) if host is None else host
     before = 0, 0
     spent = [0.0, 0.0]  # forward, backward
     for step in range(steps + 1):
-        simulation.end_step()
         simulation.compute += workload.pause
         begin, turn = simulation.compute, None
         if step == 1:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from .predict import LATENCY, Link, Workload
+from .predict import Workload
+from .schedule import LATENCY, Link
 
 # A step that waits for weights longer than this share of its seconds does not count as bound by the host.
 STALLED = 0.15
@@ -54,6 +55,17 @@ class ForwardTiming(NamedTuple):
     seconds: float
     close: float = 0.0
     held: bool = False
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the use of a unit began before that of another one had ended."""
+        last, left = "", 0.0
+        for turn in self.turns:
+            if turn.came < left and turn.unit != last:
+                return True
+            if turn.left >= left:
+                last, left = turn.unit, turn.left
+        return False
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,8 @@ class TensorTimes:
 
     ``forward`` and ``backward``: tensor name -> seconds of the forward, and of the gradients. ``position``:
     tensor name -> position in the order of use. ``recomputed``: tensors used again by a recomputation in the
-    backward. ``unused``: tensors that the backward does not use.
+    backward. ``unused``: tensors that the backward does not use. ``at_once``: whether several units were in use at the
+    same time.
     """
 
     train: bool
@@ -118,14 +131,15 @@ class TensorTimes:
     recompute_share: float  # seconds of a recomputation over seconds of the same tensors' forward
     seconds: float  # measured seconds of a step
     host_bound: bool = False  # whether the device waited for Python to issue its work
+    at_once: bool = False
 
-    def without_unpacking(self, rate: float, names: Mapping[str, int], link: Link) -> TensorTimes:
-        """Return the times as if the tensors ``names`` (name -> bytes) had not been unpacked on the device.
+    def without_unpacking(self, rate: float, units: Sequence[UnitTensors], link: Link) -> TensorTimes:
+        """Return the times as if ``units`` had not been unpacked on the device.
 
         ``rate``: bytes/s of the unpacking that the measured times contain; ``link``: the link of the returned
         times.
         """
-        less = {name: nbytes / rate for name, nbytes in names.items()}
+        less = {name: nbytes / rate for unit in units for name, nbytes in unit.tensors.items()}
 
         def without(seconds: Mapping[str, float], kept: frozenset[str] = frozenset()) -> dict[str, float]:
             """Return ``seconds`` less the unpacking time of each tensor in ``names`` that is not in ``kept``."""
@@ -136,7 +150,14 @@ class TensorTimes:
 
         # What is recomputed in the backward is unpacked once for the recomputation and the gradients.
         backward = without(self.backward, self.recomputed)
-        return replace(self, forward=without(self.forward), backward=backward, link=link)
+        forward, held = without(self.forward), dict(self.held)
+        for unit in units:  # its slot is in use for as long as before, but for a larger share of its seconds
+            before, after = (
+                sum(each.get(name, 0.0) for name in unit.tensors) for each in (self.forward, forward)
+            )
+            if unit.name in held and after > 0:
+                held[unit.name] = min(1.0, held[unit.name] * before / after)
+        return replace(self, forward=forward, backward=backward, link=link, held=held)
 
     def workload(self, units: Sequence[UnitTensors], blocks: Sequence[frozenset[str]] = ()) -> Workload:
         """Return the workload of a step whose tensors are grouped into ``units``.
@@ -176,13 +197,15 @@ def learn(
     profile: StepProfile,
     *,
     blocking: bool = False,
+    unpacking: Mapping[str, float] | None = None,
 ) -> TensorTimes | None:
     """Derive the computing times of all tensors of ``units`` from ``profile``; return None where no copy was
     measured.
 
     ``streamed``: for each streamed unit, its index in ``units``. ``expected``: the uses over one period of
     the access order, as (index into ``streamed``, whether the use computes gradients). ``blocking``: whether
-    the host waits for each copy.
+    the host waits for each copy. ``unpacking``: unit name -> seconds in which the device unpacks the unit at each use, None
+    for none. They are counted among the seconds of that unit.
     """
     if profile.link_bytes_per_second is None or not expected:
         return None
@@ -215,7 +238,7 @@ def learn(
         seen = kinds.get(_kind(tensors))
         if unit not in forward_uses and (median(seen) >= 0.5 if seen else mostly):
             recomputed.add(unit)
-    forward, held = _forward_seconds(units, order, profile)
+    forward, held = _forward_seconds(units, order, profile, unpacking or {})
     spent = sum(forward[unit] for unit in recomputed)
     # The gradients of the inputs take at least as long as the recomputation, so at most half of the backward
     # recomputes.
@@ -235,6 +258,7 @@ def learn(
         recompute_share=share,
         seconds=profile.seconds,
         host_bound=profile.host_bound,
+        at_once=any(forward.at_once for forward in profile.forwards),
     )
 
 
@@ -281,7 +305,7 @@ def _forward_order(count: int, uses: Sequence[int]) -> list[int]:
 
 
 def _forward_seconds(
-    units: Sequence[UnitTensors], order: Sequence[int], profile: StepProfile
+    units: Sequence[UnitTensors], order: Sequence[int], profile: StepProfile, unpacking: Mapping[str, float]
 ) -> tuple[list[float], list[float]]:
     """Return each unit's forward seconds, scaled to the forward's median, and the share of these seconds
     during which its slot is in use.
@@ -303,7 +327,11 @@ def _forward_seconds(
                 continue
             between = max(0.0, came - end)
             if position > before + 1:
-                gaps[tuple(order[before + 1 : position])].append(between)
+                # A unit of about the same size is unpacked after this one's use, which takes seconds of the gap.
+                slowed = min(between, unpacking.get(units[order[before]].name, 0.0)) if before >= 0 else 0.0
+                gaps[tuple(order[before + 1 : position])].append(between - slowed)
+                if slowed:
+                    beside[order[before]].append(slowed)
             elif before >= 0:
                 beside[order[before]].append(between)
             if name:

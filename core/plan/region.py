@@ -1,16 +1,13 @@
-"""Allocation of device slots: places units in one preallocated region of device memory.
+"""Allocation of slots by Belady's rule: where a unit is placed in the region, and what it overwrites there.
 
-A unit is a group of weights that is copied to the device together; units differ in size. A slot is a byte
-range of the region that holds the weights of one unit. The host may give the range to another unit while the
-device still reads the old weights, because the copy that overwrites the range first waits, on the device, for
-the events recorded after those reads. The module works with byte offsets only; the caller owns the device
-memory.
+A unit is a group of weights that is copied to the device together; units differ in size. The region is the device memory
+through which units pass. A slot is a byte range of the region that holds the weights of one unit. Schedules
+(`schedule_maker.place_by_need`) are found by a replay of an order of uses with it. The module works with byte offsets only.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,37 +18,13 @@ _FOREVER = float("inf")
 _offset = attrgetter("offset")
 
 
-class SlotState(enum.Enum):
-    """The state of a slot, as seen by the host when it issues work to the device."""
-
-    # The copy was issued and no operator has read the slot; readable after event `copied`.
-    FILLING = enum.auto()
-    IN_USE = enum.auto()  # the unit's forward or backward is running on the slot
-    # Filled and unused; a copy that overwrites the slot must wait for the events in `reads`.
-    KEPT = enum.auto()
-    # The unit has run, but some object (autograd, for example) still refers to a view of the slot.
-    HELD = enum.auto()
-
-
 class Slot:
-    """A byte range of the region that holds the weights of one unit.
+    """A byte range of the region that holds the weights of one unit."""
 
-    This is a plain class and not a dataclass because a slot is created at every fetch.
-    """
+    __slots__ = ("unit", "offset", "nbytes", "end")
 
-    def __init__(self, unit: Any, offset: int, nbytes: int, version: int = 0, key: int = 0) -> None:
+    def __init__(self, unit: Any, offset: int, nbytes: int) -> None:
         self.unit, self.offset, self.nbytes, self.end = unit, offset, nbytes, offset + nbytes
-        self.state = SlotState.FILLING
-        self.copied: Any = None  # event recorded after the copy that fills the slot
-        self.waited: set[Any] = set()  # streams that already wait for `copied`
-        self.reads: dict[Any, Any] = {}  # stream -> event recorded after the stream's last read of the slot
-        self.users = 0  # number of forwards, backwards and operators that use the slot now
-        self.version = version  # version of the host weights that were copied
-        # Position of the unit's next use in the access order, valid while `epoch` is current.
-        self.next_place = -1
-        self.epoch = -1  # the access order's epoch when `next_place` was looked up
-        self.views: Any = None  # the unit's tensors as views of this slot, once they were created
-        self.key = key  # identifies the pair (unit, offset) in caches of earlier decisions
 
 
 class Region:
@@ -152,18 +125,6 @@ class Region:
             if begin <= start <= high and (start <= before or start >= room or start == last or not start)
         }  # fmt: skip
 
-    def slot_at(self, offset: int) -> Slot | None:
-        """Return the slot that contains the byte at ``offset``, or None."""
-        for slot in self.slots:
-            if slot.offset <= offset < slot.end:
-                return slot
-        return None
-
-    @property
-    def users(self) -> int:
-        """The number of uses in progress, summed over all slots."""
-        return sum(slot.users for slot in self.slots)
-
     def add(self, slot: Slot) -> None:
         """Insert ``slot`` into `slots`, sorted by offset."""
         self.slots.append(slot)
@@ -172,35 +133,3 @@ class Region:
     def remove(self, slot: Slot) -> None:
         """Remove ``slot`` from `slots`."""
         self.slots.remove(slot)
-
-
-class FreedRanges:
-    """Byte ranges of evicted slots, each with the events after which the range may be overwritten."""
-
-    def __init__(self, ranges: Iterable[tuple[int, int, list[Any]]] = ()) -> None:
-        self._ranges = list(ranges)  # (first byte, end, events)
-
-    def add(self, slot: Slot) -> None:
-        """Record the byte range of an evicted ``slot`` with the events of its last reads."""
-        # The copy into a slot that was never read may still be running. Copies run in order among themselves,
-        # but a kernel that unpacks weights into the range would not wait for that copy; hence the copy's own
-        # event.
-        self._ranges.append((slot.offset, slot.end, list(slot.reads.values()) or [slot.copied]))
-
-    def events_over(self, low: int, high: int) -> tuple[list[Any], FreedRanges]:
-        """Return the events that a copy to bytes [low, high) must wait for, and the freed ranges left after
-        that copy.
-        """
-        after, left = [], []
-        for freed in self._ranges:
-            begin, end, events = freed
-            if begin >= high or low >= end:
-                left.append(freed)
-                continue
-            after += events
-            # The parts of the freed range outside [low, high) keep their events.
-            if begin < low:
-                left.append((begin, low, events))
-            if high < end:
-                left.append((high, end, events))
-        return after, FreedRanges(left)

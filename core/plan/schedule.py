@@ -3,13 +3,16 @@
 A unit is a group of weights that crosses to the device together. A use of a unit is one forward, recomputation or
 backward that reads its weights. A position is the index of a use in the order of uses, which is cyclic. A unit either
 stays on the device in memory of its own, or is fetched for its uses to its place in the region, the device memory
-through which units pass. Each such unit has one place, so the offsets decide everything else: which fetches a cycle
-needs, after which use each of them is issued, and what it overwrites.
+through which units pass. An *entry* of the table is a unit, or one fetch of a unit where a unit has several places
+(`Schedule.unit_of` gives the unit of each entry). Each entry has one place, so the offsets decide everything else: which
+fetches a cycle needs, after which use each of them is issued, and what it overwrites.
 
 The table only hints. What lies in a place, and who still reads it, is looked up when a fetch is issued and when a unit
-is used, so a wrong table costs time and never a result. `schedule_maker.make_schedule` makes a schedule,
-`schedule_check.check_schedule` proves its promises, `schedule_seconds.predict_schedule` predicts its seconds. The
-module imports no torch and has no side effects.
+is used, so a wrong table costs time and never a result. A session's units that stay are chosen by its plan
+(`plan.residency`), and `schedule_maker.schedule_in_region` makes the schedule of the others.
+`schedule_maker.make_schedule` chooses the units that stay as well; no session uses it yet, because residents are not units
+of the pool yet. `schedule_check.check_schedule` proves a schedule's promises, `schedule_seconds.predict_schedule` predicts
+its seconds. The module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .predict import Link
 from .region import ALIGN
 from .residency import packed_cost, resident_cost, round_up
+
+# Seconds between the end of one copy and the first byte of the next, where that was not measured.
+LATENCY = 10e-6
 
 
 class Way(enum.Enum):
@@ -108,6 +113,29 @@ class UseOrder:
 
 
 @dataclass(frozen=True)
+class Link:
+    """The speed of copies from host to device: a rate in bytes/s and a fixed cost of each copy in seconds.
+
+    ``blocking``: the host waits for every copy, as on a device without streams. Raises ValueError for a rate
+    that is not positive and finite, or for a negative latency.
+    """
+
+    bytes_per_second: float
+    latency: float = LATENCY
+    blocking: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_second < float("inf") or self.latency < 0:
+            raise ValueError(
+                f"{self} is not a valid link: the rate must be positive and the latency at least zero"
+            )
+
+    def seconds(self, nbytes: int) -> float:
+        """Return the seconds that a copy of ``nbytes`` bytes occupies the link."""
+        return self.latency + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
 class Times:
     """The times of a machine that runs an order.
 
@@ -127,14 +155,16 @@ class Times:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table.
+    """The table. Where the text says unit, that is an entry of the table, see ``originals``.
 
     ``capacity``: device bytes that the schedule may take. ``grain``: bytes to whose multiples the device's allocator
     rounds. ``ways``: how each unit is held. ``region_bytes``: bytes of the region. ``staging_bytes``: bytes of the
     buffers in which packed units arrive. ``offsets``: for each unit its one offset in the region, -1 for a unit that
     stays unpacked or is not used. ``after``: for each position the units whose fetches are issued, in that order, when
     all uses that end there have ended. ``before``: position -> units whose fetches are issued before the use there,
-    because their trainable weights change at an update before that position.
+    because their trainable weights change at an update before that position. ``laps``: the number of cycles of the
+    table. ``originals``: the unit of each entry, where each fetch is an entry of its own, so that a unit has several
+    places (`schedule_maker.place_by_need`); empty where the entries are the units.
     """
 
     order: UseOrder
@@ -147,6 +177,13 @@ class Schedule:
     offsets: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
     before: Mapping[int, tuple[int, ...]]
+    laps: int = 1
+    originals: tuple[int, ...] = ()
+
+    @cached_property
+    def unit_of(self) -> Sequence[int]:
+        """The unit of each entry of the table."""
+        return self.originals or range(len(self.units))
 
     def stays(self, unit: int) -> bool:
         """Return whether ``unit`` stays on the device unpacked, so that it is never fetched."""
@@ -162,6 +199,16 @@ class Schedule:
         """The units of all fetches of a cycle, those that only decode included; a unit may occur several times."""
         listed = [unit for units in self.after for unit in units]
         return (*listed, *(unit for units in self.before.values() for unit in units))
+
+    @cached_property
+    def fetches_in_turn(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The units of all fetches in the order of issue, and by position how many of them are issued until it has ended."""
+        found: list[int] = []
+        ends: list[int] = []
+        for position, after in enumerate(self.after):
+            found += [self.unit_of[number] for number in (*self.before.get(position, ()), *after)]
+            ends.append(len(found))
+        return tuple(found), tuple(ends)
 
     @property
     def transfers(self) -> int:

@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from .schedule import UseOrder
-from .schedule_fetches import Visit
-from .schedule_offsets import place_units
-from .schedule_residents import bit_reversed
+from .schedule_region import Visit, place_units
+from .schedule_ways import bit_reversed
 
 WINDOW = 2  # bytes of the window of a phase, in multiples of the largest unit that streams through it
 

@@ -66,11 +66,11 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     budget, note = settings.within_dedicated(
         settings.vram_budget(asked.vram, engine, waiting=waiting), engine, waiting
     )
-    weight_pool = WeightPool(engine, asked.pool)
+    weight_pool = WeightPool(engine, "torch" if asked.store else asked.pool)
     compiled = asked.compiled or CompiledParts(module).found()
     packing = settings.packing(asked, engine, compiled, weight_pool)
     nbytes = settings.ram_beside_device(asked.ram, engine, module, budget, own)
-    wanted = Wanted(budget, nbytes, packing, note=note)
+    wanted = Wanted(budget, nbytes, packing, note=note, store=asked.store)
 
     disk = None if asked.training == "stream" else asked.disk  # trainable weights cannot stream from disk
     shared = share_attributes(module)  # the module must not be referenced by what it refers to itself
@@ -100,7 +100,7 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
         spare_bytes=lambda: raise_budget.spare_bytes,
         unsure=lambda: raise_budget.unsure,
         forget_spare=raise_budget.forget,
-        taken=raise_budget.weights_moved,
+        taken=lambda: taken(),
     )
     memory = DeviceMemory(manager, device_weights, replan.begin_anew)
     host_memory = HostMemory(manager)
@@ -109,7 +109,12 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
         [Neighbours(ledger), memory, VbarPressure(manager, device_weights), host_memory, replan],
     )  # fmt: skip
     budgets = Budgets(manager, device_weights, memory, host_memory, raise_budget, policies)
-    passes = Passes(manager, changes, policies, memory, raise_budget, Recovery(memory, raise_budget))
+    recovery = Recovery(manager, changes, memory, raise_budget, lambda: replan.grows_now)
+    passes = Passes(manager, changes, policies, memory, raise_budget, recovery)
+
+    def taken() -> None:
+        raise_budget.weights_moved()
+        recovery.watch_next_pass()
 
     def leaving() -> None:
         changes.follow()

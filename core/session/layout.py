@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from types import MappingProxyType
 
 from ..metrics.meter import Meter
@@ -35,8 +36,10 @@ class Wanted:
     ``training``: how trainable weights are kept ("resident" or "stream"), None if their size decides.
     ``gradients``: whether a forward has recorded gradients. Until then, weights that do not fit into the budget count
     as frozen even if they require gradients.
+    ``region_bytes``: bytes that the region should have at least if the budget allows, because so many were needed at once.
     ``coarse``: whether units are to be large, because the device waited for Python at the uses of smaller ones.
     ``note``: a sentence about these budgets for the report.
+    ``store``: the name of the store of streamed weights, None for the one that the other settings ask for.
     """
 
     vram: int
@@ -46,8 +49,10 @@ class Wanted:
     stay: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     training: str | None = None
     gradients: bool = False
+    region_bytes: int = 0
     coarse: bool = False
     note: str = ""
+    store: str | None = None
 
 
 class Outcome(Enum):
@@ -104,6 +109,14 @@ class Layout:
         """Return the positions in ``carving.units`` of the units that stream, in order."""
         known = {id(unit): index for index, unit in enumerate(self.carving.units)}
         return [known[id(unit.unit)] for unit in self.placement.streamed]
+
+    @cached_property
+    def one_decoded(self) -> bool:
+        """Return whether the region may have room for one decoded unit only, see `Packing`."""
+        wanted = self.wanted
+        if wanted.packing is None or not wanted.packing.one_decoded or self.plan.all_resident:
+            return False
+        return not (wanted.gradients or wanted.region_bytes)
 
     @property
     def trains(self) -> bool:

@@ -27,19 +27,20 @@ from ..device.vbar import NativeError
 from ..metrics.meter import Meter
 from ..model.tree_watch import Tree
 from ..model.units import Carving
-from ..placement import make_tier as tiers
 from ..placement.backing import Backing
 from ..placement.bound_checkpoint import FileTensor
 from ..placement.file_source import FileSource
-from ..placement.host_store import HostStore
+from ..placement.host_copies import HostStore
 from ..placement.packer import host_bytes, without_codec
 from ..placement.placement import Placement
+from ..placement.store_kinds import StoreWish, make_tier
 from ..plan.residency import Plan
 from ..streaming.runner import Runner, Use
 from ..streaming.running_passes import runs_elsewhere, runs_here
 from ..streaming.streamer import Streamer
+from ..streaming.unit_schedules import kept_units
 from ..streaming.vbar_slots import VbarSlots
-from . import known_orders, packed_residents, rule_planner, settings
+from . import managed_module, packed_residents, rule_planner, settings
 from .host_resources import HostResources
 from .layout import Layout, Outcome, Wanted
 from .managed_module import ManagedModule
@@ -96,7 +97,7 @@ class LayoutManager:
         self._placement: Placement | None = None
         self._streamer: Streamer | None = None
         self._vbar: VbarSlots | None = None
-        self._order = known_orders.recall(module.root)  # the order of use under earlier layouts
+        self._known = managed_module.recall_known(module.root)  # what earlier layouts have shown
 
     # -- state
 
@@ -512,13 +513,15 @@ class LayoutManager:
             placement.settled()
             if self.host.peers is not None:
                 stay = {id(carving.units[index]) for index in plan.packed}
+                known = self._known.order, self._known.schedules
+                stay |= kept_units(placement.tier.backings, plan.region_bytes, *known)
                 self.host.peers.place(placement.tier, stay, plan.slots)
                 placement.notes += self.host.peers.notes
             if wanted.packing is not None and not wanted.packing.plain:
                 placement.notes += without_codec(streamed)
             if module.quantized is not None:
                 module.quantized.follow()
-            streamer.start(self.host.arena, self._order)
+            streamer.start(self.host.arena, self._known.order, self._known.schedules)
             self.host.arena.log_refusals()
             placement.tier.left_device = self.note_packed
             if plan.packed:
@@ -532,7 +535,7 @@ class LayoutManager:
             placement.notes += training_note(untrained, carving, wanted.gradients)
             # A wrapped forward of a resident would break the graph of compiled code. So in a compiled module,
             # all residents are loaded when a pass begins.
-            arriving = placement.tier.arriving and not compiled
+            arriving = placement.tier.wrap_arriving if placement.tier.arriving and not compiled else None
             units, watched = ((), ()) if compiled else (carving.units, resident)
             module.hooks.wrap_units(streamer, arriving, units, module.quantized, watched)
             tree = Tree(module.root)
@@ -567,8 +570,8 @@ class LayoutManager:
             source = FileSource(
                 checkpoint, host.own_ram(wanted.ram), self.write_streamed, host.kept, host.image, host.gather
             )
-        tier = tiers.make_tier(tiers.TierWish(self.engine, store, carving, plan, source, wanted.packing))
-        return Placement(self.engine, store, tier)
+        wish = StoreWish(self.engine, store, carving, plan, source, wanted.packing, wanted.store)
+        return Placement(self.engine, store, make_tier(wish))
 
     # -- undoing a layout
 
@@ -599,8 +602,8 @@ class LayoutManager:
         """Keep the order in which units were used, for the next layout and the next session of the module."""
         order = None if self._streamer is None else self._streamer.learnt_order()
         if order is not None:
-            self._order = order
-            known_orders.note(self.module.root, order)
+            self._known.order = order
+            managed_module.note_known(self.module.root, self._known)
 
     def _copy_to_host(self) -> None:
         """Let all units use host copies, pinned if possible. Nothing stays on the device.

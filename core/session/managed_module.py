@@ -1,8 +1,12 @@
-"""`ManagedModule`: a session's module, with its weights file, its quantised weights and its wrapped forwards."""
+"""`ManagedModule`: a session's module, with its weights file, its quantised weights and its wrapped forwards. `Known`: what was
+learnt of a module, which is kept for later layouts and later sessions of it.
+"""
 
 from __future__ import annotations
 
 import os
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +24,40 @@ from ..placement.first_rank_values import follow_first_rank
 from ..placement.flat_views import FlatViews
 from ..placement.packed_tensor import give_back
 from ..placement.shared_weights import share_files, share_memory
+from ..plan.learnt_order import KnownSchedules, LearntOrder
 from ..streaming.root_hooks import RootHooks
 from .host_resources import HostResources
+
+
+@dataclass
+class Known:
+    """What is known of one module.
+
+    ``order``: the order in which its weights were used last. ``schedules``: the schedules that were made for it.
+    """
+
+    order: LearntOrder = field(default_factory=LearntOrder)
+    schedules: KnownSchedules = field(default_factory=KnownSchedules)
+
+
+# By a module of the tree that holds tensors: sessions of one model may have different root objects. Two models that share
+# this module share what is known; a wrong order costs time only.
+_known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+
+
+def recall_known(root: nn.Module) -> Known:
+    """Return what was noted last for the module tree ``root``."""
+    return _known.get(_key(root)) or Known()
+
+
+def note_known(root: nn.Module, known: Known) -> None:
+    """Keep ``known`` for the next session of the module tree ``root``."""
+    _known[_key(root)] = known
+
+
+def _key(root: nn.Module) -> nn.Module:
+    below = (module for module in root.modules() if module is not root)
+    return next((module for module in below if module._parameters or module._buffers), root)
 
 
 class ManagedModule:

@@ -4,7 +4,8 @@ which the device unpacks.
 A layout is described by its carving (the division of the module into units, groups of weights that are copied
 together) and its plan (which units stay on the device, and the size of the slot region). Both are made by the rule
 (`rule_planner`) for any request. Measured times decide only what the rule cannot know: whether weights cross the link
-packed (losslessly compressed) or raw, and whether units that stay on the device are packed there.
+packed (losslessly compressed) or raw, whether units that stay on the device are packed there, and whether the slot region
+has room for one decoded unit only.
 
 The times are those of the device and of the link. The host's delays are not among them (`Meter` holds the device
 back to see it without them), and host time for a crossing is the same for packed and raw weights. So a slower host
@@ -13,16 +14,19 @@ does not change the choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..model.units import Carving, Unit, carve
 from ..placement.packer import packs
-from ..plan.predict import PackedTransfer, predict
+from ..plan.predict import Fetches, PackedTransfer, Workload, predict
 from ..plan.profile import TensorTimes, UnitTensors
+from ..plan.region import ALIGN
 from ..plan.residency import Plan
+from ..plan.schedule import UnitCost, UseOrder
+from ..plan.schedule_maker import schedule_in_region
 from .layout import Wanted
 
 WORTH = 0.03  # a change of layout must save at least this share of a step's seconds
@@ -118,7 +122,25 @@ def step_seconds(
     """
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), together)
-    return predict(sizes, plan.resident, plan.region_bytes, work, learnt.link, packed=packed).seconds
+    fetches = fetches_of_step(work, sizes, plan.resident, plan.region_bytes)
+    return predict(sizes, plan.resident, plan.region_bytes, work, learnt.link, fetches, packed=packed).seconds
+
+
+def fetches_of_step(
+    work: Workload, sizes: Sequence[int], resident: Collection[int], region_bytes: int
+) -> Fetches:
+    """Return the fetches of a step of ``work`` in which the units in ``resident`` stay on the device, and the others pass
+    through a region of ``region_bytes`` bytes, as a session fetches them. ``sizes``: bytes by unit.
+
+    Raises BudgetError if the region is smaller than a unit that passes through it.
+    """
+    uses = tuple(use.unit for use in work.uses() if use.unit not in resident)
+    if not uses:
+        return Fetches()
+    order = UseOrder(uses, updates=frozenset({0} if work.train else ()))
+    costs = [UnitCost(size, trainable=unit in work.trains) for unit, size in enumerate(sizes)]
+    made = schedule_in_region(order, costs, region_bytes, ALIGN)
+    return Fetches(made.order.uses, made.after, made.before, made.unit_of, made.laps)
 
 
 def choose(packed: Sequence[Priced], raw: Priced | None) -> Priced:

@@ -37,25 +37,45 @@ class ModelChanges:
             None
         )
 
-    def keep_resident(self) -> None:
-        """Keep the weights on the device from now on that passes reported in `Runner.to_stay`, if the budget
-        has room.
+    def follow_passes(self) -> bool:
+        """Change the layout as passes have asked in `Runner.next_layout`, as far as the budget has room. Returns whether
+        the region has become larger.
 
-        Examples are weights that the model writes to, and weights of which the model keeps views.
+        Weights that the model writes to stay on the device from now on. The region becomes larger if units that were
+        needed at once found no room in it.
         """
         manager = self._manager
         with manager.lock:
+            asked = manager.layout.runner.next_layout
+            stay, region_bytes = dict(asked.stay), asked.region_bytes
+            asked.stay.clear()
+            asked.region_bytes = 0
+            grows = self._grow_region(region_bytes)
             wanted, vram = manager.present(), manager.ledger.vram
-            to_stay = manager.layout.runner.to_stay
-            fresh = {name: why for name, why in to_stay.items() if name not in wanted.stay}
-            to_stay.clear()
-            if not fresh or self._no_room_for == (vram, fresh.keys()):
-                return
-            following = dataclasses.replace(wanted, stay=MappingProxyType({**wanted.stay, **fresh}))
-            if manager.try_plan(following) is None:  # no room: these weights are streamed as before
-                self._no_room_for = vram, fresh.keys()
-                return
-            manager.change(following, reuse=False)
+            fresh = {name: why for name, why in stay.items() if name not in wanted.stay}
+            if fresh and self._no_room_for != (vram, fresh.keys()):
+                following = dataclasses.replace(wanted, stay=MappingProxyType({**wanted.stay, **fresh}))
+                if manager.try_plan(following) is None:  # no room: these weights are streamed as before
+                    self._no_room_for = vram, fresh.keys()
+                else:
+                    manager.change(following, reuse=False)
+            return grows
+
+    def _grow_region(self, region_bytes: int) -> bool:
+        """Let all layouts from now on have a region of ``region_bytes``, as far as the budget has room. Returns whether
+        the present layout was replaced by one with a larger region.
+        """
+        manager = self._manager
+        if region_bytes <= manager.wanted.region_bytes:
+            return False
+        manager.wanted = dataclasses.replace(manager.wanted, region_bytes=region_bytes)
+        following = dataclasses.replace(manager.present(), residents_among=None)
+        plan, present = manager.try_plan(following), manager.layout.plan
+        if plan is None or not (plan.all_resident or plan.region_bytes > present.region_bytes):
+            return False
+        logger.info("carom: units that are needed at once found no room; making the region larger")
+        manager.change(following, manager.shrunk)
+        return True
 
     def adopt_compiled(self) -> None:
         """Adapt the layout to a module that torch.compile compiled after the layout was made.
@@ -85,13 +105,14 @@ class ModelChanges:
 
     def train(self) -> None:
         """Lay the weights out for training. Called before the first forward that records gradients, if weights that
-        require gradients were counted as frozen until then.
+        require gradients were counted as frozen until then, or if the region has room for one decoded unit only.
         """
         manager = self._manager
         with manager.lock:
             logger.info("carom: a forward records gradients; laying the weights out for training")
+            frozen = not manager.layout.untrained  # then what stays on the device need not be moved
             wanted = dataclasses.replace(manager.present(), gradients=True, residents_among=None)
-            manager.change(wanted, manager.shrunk, reuse=False)
+            manager.change(wanted, manager.shrunk, reuse=frozen)
 
     def adopt(self) -> None:
         """Adapt the layout to a module tree that has changed.

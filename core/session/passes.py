@@ -79,20 +79,20 @@ class Passes:
                 if not runner.in_use(Use.PASS):
                     if layout.wanted.packing is not None and layout.wanted.packing.keep_raw:
                         layout.placement.tier.pack_anew()
-                    if layout.untrained and torch.is_grad_enabled():
+                    if torch.is_grad_enabled() and (layout.untrained or layout.one_decoded):
                         self._changes.train()
                         layout = manager.layout
                     changed = layout.tree.changed()
                     if changed:
                         self._changes.adopt()
-                    present = manager.layout
+                    present, asked = manager.layout, runner.next_layout
                     if not (present.compiled or self.graphs) and (compiling or present.tree.compiled()):
                         self._changes.adopt_compiled()
                     elif changed:
                         pass
-                    elif runner.to_stay and not self.graphs:
+                    elif (asked.stay or asked.region_bytes) and not self.graphs:
                         # An outstanding forward that checkpoints would be recomputed in another layout.
-                        self._changes.keep_resident()
+                        self._changes.follow_passes()
                     elif layout.meter.settled >= self._policies.at:
                         self._policies.look()
             return True

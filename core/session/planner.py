@@ -78,14 +78,23 @@ class Planner:
             and self._engine.unpacks
         )
         stays_packed = packs_now or filed is not None
+        trains = wanted.gradients or self.backward or self._training is not None
+        links, compiled = 1 if self._host.peers is None else self._host.peers.links, self.compiled()
+        # Backward passes keep units from use to use, further links copy several units at a time, compiled code may use
+        # several at once, and ``region_bytes`` says that the module did.
+        one_decoded = (
+            policy is not None
+            and policy.one_decoded
+            and not (trains or compiled or wanted.region_bytes)
+            and links == 1
+        )
 
         return rule_planner.Settings(
             wanted.vram, self._granularity, self._training or wanted.training, dict(wanted.stay),
             None if checkpoint is None else checkpoint.of, packs or filed is not None, wanted.residents_among,
             self.wire_bytes if stays_packed else None,
             None if filed is None else filed.nbytes, self.backward,
-            1 if self._host.peers is None else self._host.peers.links, self.compiled(),
-            wanted.gradients or self.backward or self._training is not None, wanted.coarse,
+            links, compiled, trains, wanted.coarse, wanted.region_bytes, one_decoded,
         )  # fmt: skip
 
     def wire_bytes(self, unit: Unit) -> int:
@@ -146,8 +155,15 @@ class Planner:
             return None  # predictions do not include the rate of reads from a drive
         if measured is None or layout.plan.all_resident or self._engine.blocking:
             return None
+        units, rate = layout.carving.units, self.decode_rate
+        unpacking = (
+            {units[index].name: units[index].nbytes / rate for index in self._transfers(layout)}
+            if rate
+            else None
+        )
         return learn(
             measured_planner.pieces(layout.carving), layout.streamed_indices(), layout.runner.expected_uses(), measured,
+            unpacking=unpacking,
         )  # fmt: skip
 
     def chooses_packing(self, layout: Layout) -> bool:
@@ -161,25 +177,27 @@ class Planner:
         ``wanted``: a request with the budget for the new layout.
         ``copies``: as in `measured_planner.advise`.
         """
+        tier = layout.placement.tier
+        if tier.decode_bytes_per_second and self._engine.decode_bytes_per_second is None:
+            self.decode_rate = tier.decode_bytes_per_second
         learnt = self.profile(layout)
         if learnt is None:
             return None
         self.backward = self.backward or learnt.train
-        tier = layout.placement.tier
-        if tier.decode_bytes_per_second and self._engine.decode_bytes_per_second is None:
-            self.decode_rate = tier.decode_bytes_per_second
         together = measured_planner.blocks(self._module.root)
         now = self._transfers(layout)
         if self.decode_rate and now:  # layouts may differ in the units that they unpack
-            names = {e.name: e.nbytes for index in now for e in layout.carving.units[index].entries}
-            learnt = learnt.without_unpacking(self.decode_rate, names, learnt.link)
+            unpacked = measured_planner.pieces(layout.carving)
+            learnt = learnt.without_unpacking(
+                self.decode_rate, [unpacked[index] for index in now], learnt.link
+            )
 
         def priced(request: Wanted) -> Priced:
             carving, plan = self.plan(request)
             packing = request.packing
             packs = packing is not None and not packing.plain and plan.staging_bytes > 0
             transfers = {
-                index: self._transfer(unit, index in plan.packed)
+                index: self._transfer(unit, index in plan.packed, plan.staging_bytes)
                 for index, unit in enumerate(carving.units)
                 if packs and index not in plan.resident and self._packs(unit)
             }
@@ -191,7 +209,9 @@ class Planner:
         plain = None if raw is None else priced(raw)
         if plain is not None and plain.streamed_bytes > wanted.ram:
             plain = None
-        best = measured_planner.choose([priced(way) for way in packed], plain)
+        best = measured_planner.choose([priced(way) for way in packed], None)
+        narrow = [] if layout.meter.records or learnt.at_once else self._with_one_decoded(layout, best)
+        best = measured_planner.choose([best, *map(priced, narrow)], plain)
         advice = measured_planner.advise(
             layout.carving, layout.plan, present, best, learnt, copies, best is plain
         )
@@ -211,7 +231,7 @@ class Planner:
         """Return what uses of the packed units of ``layout`` copy and unpack, by index."""
         units = zip(layout.streamed_indices(), layout.placement.streamed, strict=True)
         return {
-            index: self._transfer(unit.unit, unit.on_device)
+            index: self._transfer(unit.unit, unit.on_device, layout.plan.staging_bytes)
             for index, unit in units
             if unit.packed and self.decode_rate
         }
@@ -223,6 +243,7 @@ class Planner:
         policy = wanted.packing
         if policy is None or policy.plain or not self.decode_rate:
             return [wanted], None
+        policy = dataclasses.replace(policy, one_decoded=False)
         ways = [dataclasses.replace(policy, residents=False)]
         if policy.stay_on_device and self._engine.unpacks:
             ways.append(dataclasses.replace(policy, residents=True))
@@ -232,13 +253,34 @@ class Planner:
             None if raw is None else dataclasses.replace(wanted, packing=raw),
         )
 
+    def _with_one_decoded(self, layout: Layout, best: Priced) -> list[Wanted]:
+        """Return the requests that differ from ``best`` in that one decoded unit has room in the region, so that more units
+        stay on the device. There are none where weights do not cross packed, or units may be in use at the same time.
+
+        In the first one, all units that stay in the present ``layout`` stay, unless residents are held in another way then.
+        In the last one, those that stay are spread anew, which moves more of them.
+        """
+        policy, present = best.wanted.packing, layout.wanted.packing
+        if policy is None or not best.plan.staging_bytes:
+            return []
+        spread = dataclasses.replace(best.wanted, packing=dataclasses.replace(policy, one_decoded=True))
+        if not self.settings(spread).one_decoded:
+            return []
+        if present is None or (present.plain, present.residents) != (policy.plain, policy.residents):
+            return [spread]
+        return [dataclasses.replace(spread, residents_among=layout.resident_names()), spread]
+
     def _packs(self, unit: Unit) -> bool:
         return any(packer.packs(entry) for entry in unit.entries)
 
-    def _transfer(self, unit: Unit, stays: bool) -> PackedTransfer:
+    def _transfer(self, unit: Unit, stays: bool, staging_bytes: int) -> PackedTransfer:
         """Return what a use of ``unit``, which is packed, copies and unpacks. ``stays``: whether its packed bytes are on
-        the device.
+        the device. ``staging_bytes``: bytes of the staging memory.
         """
         assert self.decode_rate
         copied = 0 if stays else crossing_bytes(unit, self._host.shelf, packer.EXPECTED)
-        return PackedTransfer(copied, unit.nbytes / self.decode_rate)
+        seconds = unit.nbytes / self.decode_rate
+        if 2 * copied <= staging_bytes:
+            return PackedTransfer(copied, seconds)
+        in_halves = rule_planner.halves(unit)
+        return PackedTransfer(copied, seconds, 2 if in_halves else 1, 2 if in_halves else 1)

@@ -50,8 +50,10 @@ class Settings:
     ``links``: the number of links over which weights are copied at the same time.
     ``compiled``: whether torch.compile compiled the module or a part of it.
     ``coarse``: whether units are to be large, because the host is the bottleneck.
+    ``region_bytes``: bytes that the slot region should have at least.
     ``gradients``: whether passes record gradients. If not, trainable weights that do not fit into the budget count as
     frozen.
+    ``one_decoded``: whether a region with room for one decoded unit suffices, see `Packing`.
     """
 
     vram: int
@@ -68,6 +70,8 @@ class Settings:
     compiled: bool = False
     gradients: bool = True
     coarse: bool = False
+    region_bytes: int = 0
+    one_decoded: bool = False
 
 
 def decide(carve: Carve, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -102,7 +106,8 @@ def decide(carve: Carve, settings: Settings, grain: int) -> tuple[Carving, Plan]
             # With a single slot, no copy overlaps computing. Go on to the next smaller limit if there is one.
             # Do the same if packed weights found no staging memory.
             crosses = plan.staging_bytes > 0 or limit is not None or settings.compiled
-            if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
+            enough = _least_slots(carving, settings) if plan.staging_bytes else 2
+            if (plan.slots >= enough and crosses) or plan.all_resident or limit == limits[-1]:
                 return carving, plan
         if error is None:
             return carving, plan
@@ -223,7 +228,8 @@ def with_staging(
 
     Staging memory is reserved if ``settings.packs`` is set, some units stream, and the budget has room for
     it. It holds two of the largest packed units if possible, so that one is copied while the other is
-    unpacked; otherwise it holds one. Units may stay on the device packed (``packed``) only with staging
+    unpacked; otherwise it holds one. The region then has room for at least two decoded units, or one
+    (`_least_slots`). Units may stay on the device packed (``packed``) only with staging
     memory.
     """
     whole = plan(settings.vram, False)
@@ -233,7 +239,7 @@ def with_staging(
                 found = plan(settings.vram - staging, True)
             except BudgetError:
                 continue
-            if found.slots >= min(2, whole.slots):
+            if found.slots >= min(_least_slots(carving, settings), whole.slots):
                 return replace(found, vram_budget_bytes=settings.vram, staging_bytes=staging)
     return whole
 
@@ -248,7 +254,7 @@ def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
     if settings.staged is None:
         units = [unit for unit in carving.units if any(map(packs, unit.entries))]
         wires = [round_up(int(unit.nbytes * EXPECTED), ALIGN) for unit in units]
-        twice = [_wire(unit) if _halves(unit) else 2 * wire for wire, unit in zip(wires, units, strict=True)]
+        twice = [_wire(unit) if halves(unit) else 2 * wire for wire, unit in zip(wires, units, strict=True)]
     else:
         wires = [round_up(settings.staged(unit), ALIGN) for unit in carving.units]
         twice = [2 * wire for wire in wires]
@@ -270,7 +276,7 @@ def _wire(unit: Unit) -> int:
     return sum(round_up(size, ALIGN) for size in sizes)
 
 
-def _halves(unit: Unit) -> bool:
+def halves(unit: Unit) -> bool:
     """Return whether no tensor of ``unit`` takes more than half of the unit's bytes."""
     return 2 * max(entry.nbytes for entry in unit.entries) <= unit.nbytes
 
@@ -281,13 +287,15 @@ def by_rule(
     """Return the plan of the rule for ``carving`` under a budget of ``vram`` bytes. Raises BudgetError.
 
     ``given``: the properties of ``carving``.
-    ``packed``: whether units may stay on the device packed.
+    ``packed``: whether weights are copied packed, so that units may stay on the device packed.
     """
+    # The next unit's packed bytes wait in the staging buffer, so one decoded unit is room enough for them to cross.
+    wish = Wish(1) if packed and _least_slots(carving, settings) == 1 else given.wish
     among = settings.among
     names = {unit.name: index for index, unit in enumerate(carving.units)}
     # The names are those of an earlier carving. If the present carving lacks any of these units, none comes first.
     chosen = {names[name] for name in among} if among is not None and among <= names.keys() else None
-    return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen, packed)
+    return plan_residency(given.units, vram, given.fixed, wish, grain, chosen, packed)
 
 
 def _wish(carving: Carving, settings: Settings) -> Wish:
@@ -310,10 +318,15 @@ def _wish(carving: Carving, settings: Settings) -> Wish:
     further = settings.links - 1
     if not carving.split_bytes:
         large = settings.packs and carving.largest > PART
-        return Wish((3 if _trains(carving, settings) and not large else 2) + further)
+        return Wish((3 if _trains(carving, settings) and not large else 2) + further, settings.region_bytes)
     block = carving.split_bytes
     nbytes = 3 * block if _trains(carving, settings) else block // 2 if settings.packs else 2 * block // 3
-    return Wish(2 + further, nbytes + further * nbytes // 2)
+    return Wish(2 + further, max(nbytes + further * nbytes // 2, settings.region_bytes))
+
+
+def _least_slots(carving: Carving, settings: Settings) -> int:
+    """Return how many decoded units the region must have room for where weights are copied packed."""
+    return 1 if settings.one_decoded and not _trains(carving, settings) else 2
 
 
 def _trains(carving: Carving, settings: Settings) -> bool:

@@ -27,12 +27,12 @@ def packing(asked: StreamSettings, engine: Engine, compiled: bool, pool: WeightP
     """Return how weights are packed, or None if they are copied to the device unpacked. ``compiled``: whether
     torch.compile compiled a part of the module.
 
-    Weights that several processes share are not packed. Packed weights cannot be in a VBAR (an address range of
+    Weights that several processes share, or that lie in a registered store, are not packed. Packed weights cannot be in a VBAR (an address range of
     comfy-aimdo). So if weights are packed, the pool changes to torch's allocator. With ``pool="aimdo"`` and
     ``codec="auto"``, the pool stays and weights are not packed. Raises UnsupportedError for settings that cannot be
     combined.
     """
-    found = None if asked.group is not None else _packing(asked, engine)
+    found = None if asked.group is not None or asked.store is not None else _packing(asked, engine)
     if found is not None and found.auto and compiled:
         return None  # the guards of compiled code read weights, and a packed parameter has no values to read
     if found is not None and pool.native is not None:

@@ -17,6 +17,7 @@ from ..host.node_group import resolve_group
 from ..model.sharded import refuse_sharded
 from ..model.units import collect
 from ..placement.bound_checkpoint import Weights
+from ..placement.store_kinds import require_store
 
 _CHOICES = {
     "granularity": ("auto", "block", "phase", "layer"),
@@ -41,6 +42,8 @@ class StreamSettings:
     beside ``ram``.
     ``rewritten``: whether the program will write to frozen weights again and again, as merges of adapters do. Blocks of
     packed weights then have some room, and new values are written over the old ones.
+    ``store``: the name of the registered store (`placement.store_kinds.register_store`) in which streamed weights lie.
+    None: pinned host memory, plain or packed, or a file, as the other arguments ask for.
     """
 
     device: Any = None
@@ -59,6 +62,7 @@ class StreamSettings:
     compiled: bool = False
     pins: int | None = None
     rewritten: bool = False
+    store: str | None = None
 
     def check(self, module: Any) -> None:
         """Raise UnsupportedError for a module that cannot be streamed, for an unknown value, or for settings that
@@ -83,6 +87,8 @@ class StreamSettings:
         self._check_peers()
         if self.group is not None:
             self._check_group()
+        if self.store is not None:
+            self._check_store(self.store)
 
     def _check_peers(self) -> None:
         """Raise UnsupportedError unless ``peers`` is a sequence of (device, size), and BudgetError for a bad size."""
@@ -98,6 +104,17 @@ class StreamSettings:
             raise UnsupportedError(
                 "peers= does not go with group=: with group= each rank computes on a device of its own; leave one of both out"
             )
+
+    def _check_store(self, name: str) -> None:
+        """Raise UnsupportedError if no store is registered as ``name``, or if another setting asks for another store."""
+        require_store(name)
+        others = {
+            "weights=": self.weights, "disk=": self.disk, "group=": self.group, "peers=": self.peers or None,
+            "codec='lossless'": self.codec == "lossless" or None, "pool='aimdo'": self.pool == "aimdo" or None,
+        }  # fmt: skip
+        for setting, value in others.items():
+            if value is not None:
+                raise UnsupportedError(f"store={name!r} does not go with {setting}: leave one of both out")
 
     def _check_group(self) -> None:
         """Raise UnsupportedError if ``group`` names no process group, or cannot be combined with another setting."""

@@ -11,6 +11,7 @@ from ..model.shared_attributes import original_of
 from ..placement.bound_checkpoint import FileTensor
 from ..placement.packed_home import PackedHome
 from ..placement.placement import wanted_residents
+from ..placement.stored_home import StoredHome
 from .layout_manager import LayoutManager
 
 
@@ -59,8 +60,9 @@ class TensorAccess:
             raise WeightsError(
                 f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
             )
-        if id(target) in manager.host.shelf:
-            home: PackedHome = target._carom  # type: ignore[attr-defined]
+        home = getattr(target, "_carom", None)
+        if id(target) in manager.host.shelf or isinstance(home, StoredHome):
+            assert isinstance(home, (PackedHome, StoredHome))
             with manager.lock:
                 home.replace(tensor)
             return
@@ -86,7 +88,7 @@ class TensorAccess:
                 self._need_room(stand)
                 stand.change(tensor)
                 return
-            if not manager.layout.placement.tier.write(stand, tensor):
+            if not manager.layout.placement.tier.write_to_file_tensor(stand, tensor):
                 # Host memory has no room for the value beside the cache. Make a new layout, with a smaller
                 # cache.
                 manager.change(manager.present(), reuse=False, between=lambda: stand.change(tensor))

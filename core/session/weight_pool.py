@@ -23,9 +23,10 @@ from ..model.units import Carving, Unit
 from ..placement.placement import wanted_residents
 from ..placement.tier import Tier
 from ..plan.residency import Plan
-from ..streaming.host_mapped_slots import ReservedBytes
+from ..streaming.no_room import PlannedBytes
 from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
+from ..streaming.vbar_streamer import VbarStreamer
 
 logger = logging.getLogger("carom")
 _TINY = 8  # resident units smaller than the largest unit by this factor are not put into the VBAR
@@ -105,9 +106,9 @@ class WeightPool:
         Raises NativeError if the VBAR has no room for a slot (the device memory that holds a streamed unit).
         """
         engine, region = self._engine, plan.region_bytes
-        reserved = ReservedBytes(plan.vram_budget_bytes - region, plan.fixed_bytes + plan.staging_bytes)
+        planned = PlannedBytes(plan.vram_budget_bytes - region, plan.fixed_bytes + plan.staging_bytes)
         if self.native is None:
-            return Streamer(engine, region, meter, tier, reserved=reserved), None
+            return Streamer(engine, region, meter, tier, planned), None
         number = {id(unit): index for index, unit in enumerate(carving.units)}
         resident = [i for i, unit in enumerate(units) if number[id(unit)] in plan.resident]
         room = ledger.vram - resident_bytes
@@ -124,7 +125,7 @@ class WeightPool:
         engine.synchronize()
         engine.trim()  # memory that torch's allocator caches would take precedence over the VBAR's weights
         slots = VbarSlots(engine, self.native.bar(homes.nbytes), homes, room)
-        return Streamer(engine, homes.region_bytes, meter, tier, slots, reserved), slots
+        return VbarStreamer(engine, homes.region_bytes, meter, tier, planned, slots), slots
 
 
 def whole_pages(nbytes: int) -> int:

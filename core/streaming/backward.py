@@ -3,7 +3,8 @@ weight gradients to the host.
 
 A unit is a group of streamed tensors. A slot is the device memory that holds a unit while it is used. A
 handle is the object that autograd saves in place of a view of a slot. One `Backward` serves one streamer,
-under the streamer's lock. A backward pass is registered at its first call of any method here. Autograd calls
+under the streamer's lock. A backward pass is registered when a gradient reaches a result of the forward, or at the first
+use of a unit or delivery of a gradient in it. Autograd calls
 a callback at the end of the pass; if the pass fails, autograd destroys the callback without a call. Within a
 pass, each thread reads one unit at a time. A slot stays in use until autograd has dropped every view of the
 slot that it was given.
@@ -14,20 +15,20 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..common.errors import CaromError, UnsupportedError
+from ..device.slot import SlotState, User
 from ..model import managed_tensor
-from ..plan.region import Slot
 from .gradients import GradientBuffers
 
 if TYPE_CHECKING:
     from ..model.home import Home
-    from ..placement.backing import Backing
+    from .run import Run
     from .streamer import Streamer
-    from .unit import StreamedUnit
+    from .unit import StreamedUnit, UnitSlot
 
 graph_task = torch._C._current_graph_task_id
 
@@ -37,11 +38,11 @@ class _SlotUse:
     """The use of one unit's slot by one thread of a backward pass.
 
     The use lasts until the thread needs another unit and autograd has dropped all ``views`` of the slot.
-    ``streams``: the streams that read the slot.
+    ``users``: the users of the slot by the stream that reads it.
     """
 
-    slot: Slot
-    streams: set
+    slot: UnitSlot
+    users: dict[Any, User]
     thread: int
     views: list[weakref.ref] = field(default_factory=list)
     # False while the unit has only been recomputed, and no node has asked for a saved tensor to compute
@@ -62,8 +63,11 @@ class _EndCallback:
     pass has failed.
     """
 
+    _called = True  # until `__init__` has ended: an interrupt in it leaves nothing to report
+
     def __init__(self, backward: Backward, task: int) -> None:
-        self._backward, self._task, self._called = backward, task, False
+        self._backward, self._task = backward, task
+        self._called = False
 
     def __call__(self) -> None:
         """Report that the backward pass has ended."""
@@ -119,16 +123,6 @@ class Backward:
         self._tasks.pop(task, None)
         self._streamer.ended_by(error)
 
-    def slots_used_by(self, thread: int) -> int:
-        """Return the number of slots that ``thread`` reads, or has read while autograd still holds views of
-        these slots.
-        """
-        return (thread in self._current_uses) + sum(use.thread == thread for use in self._ending_uses)
-
-    def use_count(self, slot: Slot) -> int:
-        """Return the number of uses of ``slot`` that are in progress or not yet known to be over."""
-        return sum(use.slot is slot for use in (*self._current_uses.values(), *self._ending_uses))
-
     # -- a pass
 
     def begins(self) -> None:
@@ -166,7 +160,7 @@ class Backward:
                     streamer.evict_trainable()
                 streamer.meter.backward_ends()
             ended = not self._tasks
-        landed.add_up(streamer.runs.show_host_tensors)
+        landed.add_up(streamer.forwards.show_host_tensors)
         if ended:
             streamer.tier.end_backward()
 
@@ -184,6 +178,7 @@ class Backward:
                 streamer.try_recover()
                 return
             self._close_pass(task)
+            _cancel_failed_copies(streamer.run)
             if not self._tasks:
                 self._drop_proxies()
                 streamer.meter.abandon()
@@ -196,8 +191,8 @@ class Backward:
         if not self._tasks:
             for thread in list(self._current_uses):
                 self._ending_uses.append(self._current_uses.pop(thread))
-            self._streamer.runs.drop_addressed()
-        self._streamer.end_finished_uses()
+            self._streamer.forwards.drop_addressed()
+        self._streamer.run.end_finished_uses()
 
     def _drop_proxies(self) -> None:
         """Let the next forward create new `Deliver` nodes for trainable weights.
@@ -206,7 +201,7 @@ class Backward:
         would run after the whole backward of that forward, and until then the gradients of all weights would
         occupy device memory.
         """
-        if not self._streamer.runs.active:
+        if not self._streamer.forwards.active:
             for unit in self._streamer.units:
                 for proxy in unit.proxies if unit.backing.trainable else ():
                     proxy.tensor = None
@@ -219,20 +214,20 @@ class Backward:
         the slot was reused.
         """
         streamer, address = self._streamer, saved.data_ptr()
-        if streamer.low <= address < streamer.high:
-            slot = streamer.region.slot_at(address - streamer.low)
-            found = None if slot is None else (slot.unit, address - streamer.low - slot.offset)
-        else:
-            found = streamer.host_mapped.unit_at(address)
-        if found is None:
+        running = streamer.run.local.mine.entered
+        slot: Any = running[-1][1] if running else None
+        # A node mostly saves a weight of the unit that runs, whose slot is in use.
+        if slot is None or not 0 <= address - slot.base.data_ptr() < slot.unit.nbytes:
+            slot = streamer.slot_at(address)
+        if slot is None:
             raise CaromError(
                 "autograd saves a view of a slot that holds no unit any more; please report this"
             )
-        unit, start = found
+        unit, start = slot.unit, address - slot.base.data_ptr()
         return managed_tensor.Handle(self, unit, unit.in_graphs.token(), saved, start)
 
-    def continue_use(self, slot: Slot) -> bool:
-        """Keep ``slot`` in use after a run of its unit if the run was a recomputation in this thread's
+    def continue_use(self, slot: UnitSlot, user: User) -> bool:
+        """Keep ``slot`` in use by ``user`` after a run of its unit if the run was a recomputation in this thread's
         backward pass. Returns whether it was.
 
         The next computation of the thread is that of the unit's gradients, which read the same slot. So no
@@ -241,9 +236,7 @@ class Backward:
         thread = threading.get_ident()
         if graph_task() not in self._tasks or thread in self._current_uses or self._streamer.closed:
             return False
-        self._current_uses[thread] = _SlotUse(
-            slot, {self._streamer.engine.stream()}, thread, gradients_began=False
-        )
+        self._current_uses[thread] = _SlotUse(slot, {user.stream: user}, thread, gradients_began=False)
         return True
 
     def unpack(self, handle: managed_tensor.Handle) -> torch.Tensor:
@@ -253,22 +246,25 @@ class Backward:
         streamer = self._streamer
         try:
             with streamer.lock:
-                self.register_pass()
+                if graph_task() not in self._tasks:
+                    self.register_pass()
                 thread = threading.get_ident()
                 use, stream = self._current_uses.get(thread), streamer.engine.stream()
                 if use is None or use.slot.unit is not handle.unit:
-                    slot = streamer.acquire(handle.unit, backward=True)
-                    use = self._current_uses[thread] = _SlotUse(slot, {stream}, thread)
+                    user = User(thread, stream)
+                    slot = streamer.run.acquire(handle.unit, user, backward=True)
+                    use = self._current_uses[thread] = _SlotUse(slot, {stream: user}, thread)
                 else:
                     if not use.gradients_began:
                         use.gradients_began = True
-                        streamer.used_on(use.slot)
-                    if stream not in use.streams:
-                        streamer.wait(use.slot)
-                        use.streams.add(stream)
-                view = use.slot.views.view(handle.place).detach()
+                        streamer.run.computes_gradients(use.slot)
+                    if stream not in use.users:
+                        use.users[stream] = streamer.run.acquire_anew(use.slot)
+                saved = use.slot.views.saved.get(handle.place)
+                view = (use.slot.views.view(handle.place) if saved is None else saved).detach()
                 use.views.append(weakref.ref(view))
-                streamer.engine.read(view)
+                if streamer.engine.watches_slots:
+                    streamer.engine.read(view)
             if torch.is_grad_enabled():
                 # With create_graph=True this node may save slot views itself, which have to be replaced by
                 # handles too. Autograd gives each node a thread-local state of its own, so these hooks end with
@@ -279,8 +275,8 @@ class Backward:
             streamer.ended_by(error)
             raise
 
-    def take_finished_uses(self, unit: StreamedUnit | None) -> list[tuple[Slot, set]]:
-        """Remove the uses that are over, and return (slot, streams that read the slot) for each.
+    def take_finished_uses(self, unit: StreamedUnit | None) -> list[tuple[UnitSlot, tuple[User, ...]]]:
+        """Remove the uses that are over, and return (slot, users of the slot) for each.
 
         ``unit``: the unit that this thread reads next.
         """
@@ -292,11 +288,11 @@ class Backward:
                 self._ending_uses.append(use)
         if not self._ending_uses:
             return []
-        finished: list[tuple[Slot, set]] = []
+        finished: list[tuple[UnitSlot, tuple[User, ...]]] = []
         unfinished: list[_SlotUse] = []
         for use in self._ending_uses:
             if use.finished:
-                finished.append((use.slot, use.streams))
+                finished.append((use.slot, tuple(use.users.values())))
             else:
                 unfinished.append(use)
         self._ending_uses = unfinished
@@ -324,7 +320,7 @@ class Backward:
         too, that order is kept if they used it once, before the functions. Raises UnsupportedError otherwise.
         """
         with self._streamer.lock:
-            unit = self._streamer.units[cast("Backing", home.unit).index]
+            unit = self._streamer.units[home.unit.index]
             proxy = unit.proxies[unit.homes.index(home)]
             if (proxy.uses > 1 or proxy.given_first) and self._gradient_buffers.has(home, graph_task()):
                 raise UnsupportedError(
@@ -341,3 +337,10 @@ class Backward:
         self._current_uses.clear()
         self._ending_uses.clear()
         self._gradient_buffers.forget_all()
+
+
+def _cancel_failed_copies(run: Run) -> None:
+    """Give up the copies whose issue has failed (P9 of device/pool.py). Waits for the device if there are any."""
+    filling = {slot.now.thread for slot in run.pool.memory.slots() if slot.state is SlotState.FILLING}
+    for thread in filling - run.issuing:
+        run.pool.cancel_copies(thread)

@@ -14,8 +14,8 @@ import torch
 from ..model.interpose import Wrapped
 from ..model.managed_tensor import in_backward
 from ..model.units import Unit
-from ..plan.access_order import AccessOrder
 from ..plan.learnt_order import FORWARD, LearntOrder, Names, learnt
+from ..plan.schedule_follower import AccessOrder
 
 
 class FirstUses:
@@ -26,25 +26,25 @@ class FirstUses:
 
     def __init__(self, order: AccessOrder, streamed: list[Names]) -> None:
         self._order, self._streamed = order, streamed
-        self._start = order.recorded
-        self._seen: list[tuple[int, Names]] = []  # each with the number of accesses before it
+        self._seen: list[tuple[int, Names]] = []  # each with the number of accesses before it in the pass
         self._wrapped = Wrapped()
 
     def watch(self, units: Iterable[Unit]) -> None:
-        """Record the first use of each of ``units``, which stay on the device."""
+        """Record the first use of each module of ``units``, which stay on the device."""
         for unit in units:
-            names = names_of(unit)
+            names = unit.names
             for module in unit.modules:
                 self._wrapped.forward(module, self._recording(names), traced=True)
 
     def _recording(self, names: Names) -> Callable[[Callable], Callable]:
-        seen, order, used = self._seen, self._order, set[Names]()
+        seen, order, done = self._seen, self._order, False
 
         def make(inner: Callable) -> Callable:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                if not torch.compiler.is_compiling() and not used and not in_backward():
-                    used.add(names)
-                    seen.append((order.recorded, names))
+                nonlocal done
+                if not torch.compiler.is_compiling() and not done and not in_backward():
+                    done = True
+                    seen.append((order.pass_length, names))
                 return inner(*args, **kwargs)
 
             return forward
@@ -58,13 +58,8 @@ class FirstUses:
         if not seen:
             return None
         uses: list[tuple[Names, int]] = []
-        for place, (unit, kind) in enumerate(self._order.uses(self._start), self._start):
+        for place, (unit, kind) in enumerate(self._order.pass_uses()):
             while seen and seen[0][0] <= place:
                 uses.append((seen.pop(0)[1], FORWARD))
             uses.append((self._streamed[unit], kind))
         return learnt(uses + [(names, FORWARD) for _, names in seen])
-
-
-def names_of(unit: Unit) -> Names:
-    """Return the names of the unit's tensors."""
-    return tuple(entry.name for entry in unit.entries)

@@ -17,7 +17,7 @@ from ..common.errors import UnsupportedError
 from ..model.gradient_hooks import accumulate
 
 if TYPE_CHECKING:
-    from ..placement.backing import Backing
+    from ..model.home import ManagedUnit
 
 
 class Deliver(torch.autograd.Function):
@@ -50,7 +50,7 @@ class Deliver(torch.autograd.Function):
         return None, None
 
 
-def refuse_data_parallel(units: Sequence[Backing]) -> None:
+def refuse_data_parallel(units: Sequence[ManagedUnit]) -> None:
     """Raise UnsupportedError if DistributedDataParallel runs the module and trainable weights of the module
     are streamed.
     """

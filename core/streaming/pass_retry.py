@@ -1,5 +1,5 @@
-"""Defines `PassSnapshot`: decides whether a forward that ran out of memory may run again, and restores its
-inputs.
+"""Defines `PassSnapshot`: decides whether a forward that failed for want of device memory may run again, and restores
+its inputs.
 
 A pass (a forward of the root module) may run again only if everything that it could have changed is as
 before. Passes that record gradients never run again. Attributes, buffers and parameters of the module tree
@@ -29,11 +29,8 @@ LIMIT = 64 << 20  # bytes of inference-mode inputs that may be copied in the fir
 STEADY_LIMIT = 8 << 20  # the same limit where every pass is copied
 _HOLD = (dict, list, OrderedDict, defaultdict, deque)  # containers whose contents can be restored
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_DEPTH, _MOST, _MOST_SEEN = (
-    4,
-    64,
-    10_000,
-)  # limits of `_describe`: levels, entries of a container, objects
+# Limits of `_describe`: levels, entries of a container, objects.
+_DEPTH, _MOST, _MOST_SEEN = 4, 64, 10_000
 _PACKAGE = __name__.partition(".core.")[0] + "."
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..common.errors import UnsupportedError
+from ..common.errors import BudgetError, UnsupportedError
 from ..model.compiling import compiling, quiet, untraced
 from ..model.home import Home
 from ..model.interpose import NO_PICKLE
@@ -27,7 +27,9 @@ from .runner import RunningPass
 if TYPE_CHECKING:
     from .streamer import Streamer
 
-PASS = "run"  # the name of the function whose frame is on the stack of a thread while it runs a pass
+# The name of the function whose frame is on the stack of a thread while it runs a pass. `running_passes` looks for it, in
+# this file, and for its local variable `running`, which must be unset until `begin` has returned.
+PASS = "run"
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
 
@@ -73,8 +75,8 @@ class PassListener(Protocol):
         """
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Reduce the weights on the device after a pass ran out of memory. Returns whether the pass may run
-        again.
+        """Reduce the weights on the device after a pass ran out of memory, or make room for a unit that found none. Returns
+        whether the pass may run again.
         """
 
     def interrupted(self) -> None:
@@ -95,7 +97,7 @@ class RootPass:
     def end_forward(self, failed: bool) -> None:
         """End the pass. ``failed``: whether an error ended its forward."""
         streamer = self.runner
-        streamer.runs.root_ends(failed)
+        streamer.forwards.root_ends(failed)
         if not failed:
             streamer.tier.end_pass()
             if streamer.first_uses is not None:
@@ -107,7 +109,7 @@ class RootPass:
 
     def no_backward(self) -> None:
         """Record that no backward of the pass is possible."""
-        self.runner.runs.no_backward()
+        self.runner.forwards.no_backward()
 
 
 class _Graph:
@@ -209,7 +211,7 @@ class PartForward:
     def connect(self, streamer: Streamer | None) -> None:
         """Let the wrapper serve the layout of ``streamer``."""
         self.streamer = streamer
-        self._local = None if streamer is None else streamer.runs.local
+        self._local = None if streamer is None else streamer.forwards.local
 
     def wrap(self, inner: Callable, as_pass: Callable[[Callable], Callable]) -> Callable:
         """Return the wrapper of ``inner``. ``as_pass``: the result of `part_pass`."""
@@ -233,7 +235,7 @@ def _as_pass(
     inner: Callable[[RunningPass | None], Callable],
 ) -> Callable:
     """Return a function that begins a pass, runs the forward and ends the pass, and that runs the pass again where
-    ``listener`` recovers memory.
+    ``listener`` makes room.
 
     ``part``: returns the module whose forward the pass is; None for the root.
     ``inner``: returns the forward to run in the pass that began, or if None began.
@@ -275,7 +277,7 @@ def _as_pass(
                 if watches:
                     before = look(args, kwargs)
                 result = run(before, args, kwargs)
-            except OutOfMemory as error:
+            except (OutOfMemory, BudgetError) as error:
                 if not recover(error, before):
                     raise
                 continue
@@ -299,7 +301,7 @@ class TrueValues:
 
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._streamer is not None:
-            self._streamer.runs.show_host_tensors(True)
+            self._streamer.forwards.show_host_tensors(True)
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         if self._streamer is not None:
@@ -308,7 +310,7 @@ class TrueValues:
                     state, {prefix + name: home for name, home in self._names.items()}
                 )
             finally:
-                self._streamer.runs.show_host_tensors(False)
+                self._streamer.forwards.show_host_tensors(False)
 
     def __deepcopy__(self, memo: dict) -> TrueValues:
         return TrueValues(None, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -68,23 +68,22 @@ class RootHooks:
     def wrap_units(
         self,
         streamer: Streamer,
-        arriving: bool,
+        arriving: Callable[[], None] | None,
         units: Sequence[Unit] = (),
         quantized: FlattenedWeights | None = None,
         residents: Sequence[Unit] = (),
     ) -> None:
         """Wrap the forwards of streamed units and of the root, and register state dict hooks.
 
-        ``arriving``: whether to wrap also modules whose weights stay on the device but have not been read
-        from their file yet.
+        ``arriving``: wraps modules whose weights stay on the device but have not been read from their file yet, None
+        if there are none.
         ``units``: the units of the carving. The outermost modules below the root that contain units are wrapped too.
-        Nothing stands in front of the units that stay on the device.
+        Units that stay on the device are wrapped until their first use only, if ``arriving`` or ``residents`` says so.
         ``quantized``: the module's quantised weights.
         ``residents``: units that stay on the device, of which the first uses are to be recorded.
         """
-        if not stands_first(
-            self._module
-        ):  # other code has wrapped the root meanwhile: wrap the units first, and then the root again
+        if not stands_first(self._module):
+            # Other code has wrapped the root meanwhile: wrap the units first, and then the root again.
             self._root.undo()
         for unit in streamer.units:
             layers = [] if quantized is None else layers_of(unit.unit, quantized)
@@ -99,8 +98,8 @@ class RootHooks:
             if id(module) not in inner and not inner.isdisjoint(map(id, module.modules())):
                 self._wrap_part(module, streamer)
         self._forget_removed()
-        if arriving:
-            streamer.tier.wrap_arriving()
+        if arriving is not None:
+            arriving()
         self.wrap_root()
         true = TrueValues(streamer, _names(self._module, streamer.units))
         self._state = [

@@ -17,14 +17,14 @@ R4. A thread that takes both ``lock`` and the session's layout lock takes the la
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
 from torch import nn
 
 from ..host.arena import HostArena
-from ..plan.learnt_order import LearntOrder
+from ..plan.learnt_order import KnownSchedules, LearntOrder
 
 
 class Use(Enum):
@@ -55,6 +55,18 @@ class HeldBytes:
     staging: int
 
 
+@dataclass
+class NextLayout:
+    """What passes have shown that the next layout should have. Passes set it, and the session clears it between passes.
+
+    ``stay``: names of weights to keep on the device, each with the reason in words.
+    ``region_bytes``: bytes of a region that holds the units that were needed at once and found no room, 0 if all did.
+    """
+
+    stay: dict[str, str] = field(default_factory=dict)
+    region_bytes: int = 0
+
+
 class RunningPass(Protocol):
     """One pass that has begun. The wrappers of forwards (`root_forward`) end it; a session only hands it to them."""
 
@@ -79,18 +91,18 @@ class Runner(Protocol):
 
     ``lock``: protects the slots and the counts of passes, see R3 and R4. Reentrant. A session holds it also while it
     reads the layout's `Meter`, which passes write.
-    ``to_stay``: names of weights that the next layout should keep on the device, each with the reason in words. Passes
-    add to it. The session reads and clears it between passes, with ``lock`` held.
+    ``next_layout``: what passes have shown that the next layout should have. Read and changed with ``lock`` held.
     """
 
     lock: threading.RLock
-    to_stay: dict[str, str]
+    next_layout: NextLayout
 
-    def start(self, arena: HostArena, known: LearntOrder) -> None:
+    def start(self, arena: HostArena, known: LearntOrder, schedules: KnownSchedules) -> None:
         """Allocate the device memory of the streamed units, and begin to serve fetches. Waits for the device.
 
         Called with the layout lock held, once the units' weights lie in their tier. ``arena``: allocates pinned host
-        memory for gradients. ``known``: the order of use under earlier layouts. Raises torch.OutOfMemoryError.
+        memory for gradients. ``known``: the order of use under earlier layouts. ``schedules``: those made for earlier
+        layouts, to which this one adds its own. Raises torch.OutOfMemoryError.
         """
 
     def begin_pass(self, part: nn.Module | None) -> RunningPass:

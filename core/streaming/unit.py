@@ -1,4 +1,4 @@
-"""Defines `StreamedUnit`, the run-time state of a streamed unit: its slot, its views of the slot, and the
+"""Defines `StreamedUnit`, the run-time state of a streamed unit: its views of a slot, and the
 places of its tensors in modules.
 
 A unit is a group of tensors that are copied together. A slot is the device memory that holds a unit while it
@@ -10,23 +10,26 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..device.engine import storage_uses
+from ..common.errors import UnsupportedError
+from ..device.engine import storage_uses, use_count
+from ..device.pool_memory import PoolMemory
+from ..device.slot import Slot, SlotState
+from ..model.home import Home, ManagedUnit
 from ..model.quantized import is_inner
-from ..model.wrapper_cache import WrapperCache, alone
-from ..placement.backing import Backing
-from ..plan.region import Slot
+from ..model.wrapper_cache import OWN_REFERENCES, WrapperCache
+from .gradient_delivery import Deliver
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
-_VIEW_SETS = 64  # number of slot positions for which a unit keeps its views
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class WeightProxy:
@@ -71,8 +74,7 @@ _UNSHARED = _unshared_references()
 class Views:
     """The views of a unit's tensors in the memory of a slot.
 
-    The views are made once for each offset in the region, and reused for later slots of the unit at that
-    offset.
+    The views are made once for each slot, and reused for later copies of the unit to it.
     ``tensors``: in the order of the unit's homes.
     """
 
@@ -95,6 +97,12 @@ class Views:
         """The version counter that all tensors share. Every write of the model raises it."""
         return self.base._version
 
+    def untouched(self) -> bool:
+        """Return whether the model neither wrote to a tensor nor keeps one. The weights must not be trainable."""
+        if self.base._version != self.kept_version or list(map(_address, self.tensors)) != self.addresses:
+            return False
+        return not self.kept_elsewhere()
+
     def moved(self) -> bool:
         """Return whether the model replaced a tensor's data by other memory."""
         return list(map(_address, self.tensors)) != self.addresses
@@ -112,13 +120,27 @@ class Views:
             found = self.saved[place] = _view(self.base, place)
         return found
 
+    def kept_by_model(self, unit: StreamedUnit) -> bool:
+        """Return whether the model keeps one of the tensors, which are those of ``unit``.
+
+        Tensors in modules' lists of weights and in cached wrapper objects are dropped first, because they are Carom's own.
+        """
+        if self.around is not None:  # wrapper objects of quantised weights may cache views
+            self.around.clear()
+        unit.restore_weight_lists(self.tensors)
+        return self.kept_elsewhere()
+
     def kept_elsewhere(self) -> bool:
         """Return whether other code holds one of the tensors, or another tensor that uses their storage."""
         if self.uses is not None:
             own = self.uses + len(self.saved) * _uses_of_a_view() if self.saved else self.uses
-            if (storage_uses(self.base) or 0) > own:
+            storage = self.base.untyped_storage()
+            # As `storage_uses` counts, without a call at each use of a unit.
+            if use_count(storage._cdata) + sys.getrefcount(storage) > own:
                 return True
-        return not alone(self.tensors) if self.around is None else self.around.has_other_references()
+        if self.around is not None:
+            return self.around.has_other_references()
+        return max(map(sys.getrefcount, self.tensors), default=0) > OWN_REFERENCES
 
 
 def _view(base: torch.Tensor, place: tuple) -> torch.Tensor:
@@ -145,38 +167,104 @@ def _uses_of_a_view() -> int:
     return after - before
 
 
+class UnitSlot(Protocol):
+    """What a run reads of a slot (`device.slot.Slot`).
+
+    ``unit``: the `StreamedUnit`. ``offset``: where the slot begins in its chunk, in bytes. ``views``: the `Views` of it.
+    """
+
+    unit: Any
+    offset: int
+    views: Any
+
+
 class StreamedUnit:
     """The run-time state of a streamed unit.
 
-    ``backing``: the unit's bytes in its tier (its store).
+    ``backing``: the unit as its store knows it, with its homes and its version.
     ``depth``: number of running forwards of the unit. While it is above zero, the modules hold views of the
     slot.
-    ``sites``: (table, name, index of the home) of each place of a tensor in the modules.
-    ``swapped_in``: (table, name, view, host tensor) of the places that hold a view now.
+    ``places``: (table, name, index of the home, host tensor) of each place of a tensor in the modules.
+    ``shown``: what stands in the modules for each home, in place of its host tensor; empty if nothing does.
     ``differentiable``: whether the views in the modules send gradients of trainable weights to the host.
     """
 
-    def __init__(self, backing: Backing) -> None:
+    def __init__(self, backing: ManagedUnit) -> None:
         self.backing = backing
         self.unit, self.index, self.homes = backing.unit, backing.index, backing.homes
         self.name, self.nbytes = backing.name, backing.nbytes
         self.version, self.in_graphs = backing.version, backing.in_graphs
-        self.slot: Slot | None = None
-        self.views: OrderedDict[int, Views] = OrderedDict()
         self.depth = 0
         self.proxies = [WeightProxy() for _ in self.homes]
-        self.sites: list[tuple[dict, str, int]] = [
-            (site.table, site.name, which)
-            for which, home in enumerate(self.homes)
+        self.places: list[tuple[dict, str, int, torch.Tensor]] = [
+            (site.table, site.name, index, home.tensor)
+            for index, home in enumerate(self.homes)
             for site in home.entry.sites
         ]
-        self.swapped_in: list[tuple[dict, str, Any, Any]] = []
+        self.shown: Sequence[torch.Tensor] = ()
         self.differentiable = False
+
+    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put ``tensors``, one for each home, into the modules in place of the host tensors."""
+        # Noted first, so that an interrupt in between leaves no tensor in a module that is not noted.
+        self.shown = tensors
+        for table, name, index, host in self.places:
+            if table.get(name) is host:
+                table[name] = tensors[index]
+
+    def show_trainable(self, tensors: Sequence[torch.Tensor], gradient: bool, autocast: bool) -> None:
+        """Put slot views of trainable weights into the modules, and the outputs of `Deliver` nodes if ``gradient``.
+
+        ``autocast``: whether autocast is enabled.
+        """
+        self.differentiable = gradient
+        if gradient:
+            for proxy in self.proxies:
+                proxy.uses += 1
+        shown = self.shown = list(tensors)
+        for table, name, index, host in self.places:
+            home = self.homes[index]
+            if table.get(name) is not host or not home.trainable:
+                continue
+            if gradient:
+                shown[index] = differentiable(home, self.proxies[index], tensors[index])
+            elif not autocast:
+                # Modules such as torch's attention read requires_grad even under no_grad. Under autocast do not set it:
+                # autocast would cache casts of such leaves, and with them the slot's views.
+                shown[index].requires_grad_(True)
+        self.show(shown)
+
+    def hide(self) -> None:
+        """Put the host tensors back into the modules, and into lists of weights that modules keep (as LSTMs do)."""
+        shown = self.shown
+        if not shown:
+            return
+        if self.differentiable:
+            self.restore_weight_lists(shown)
+        for table, name, index, host in self.places:
+            # A tensor with which the module replaced ours during the run stays.
+            if table.get(name) is shown[index]:
+                table[name] = host
+        for ours in filter(_requires_grad, shown):
+            if ours.is_leaf:
+                ours.requires_grad_(False)
+                ours.grad = None
+        self.shown = ()
+
+    def restore_weight_lists(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put host tensors back into lists of weights that modules themselves keep, in place of ``tensors``, one for each
+        home.
+        """
+        hosts = {id(ours): home.tensor for ours, home in zip(tensors, self.homes, strict=True)}
+        for module in {id(s.module): s.module for home in self.homes for s in home.entry.sites}.values():
+            for kept in vars(module).values():
+                if type(kept) is list:
+                    kept[:] = [hosts.get(id(item), item) for item in kept]
 
     def forget(self) -> None:
         """Drop the references to the tables of the model's modules. Called when the streamer closes."""
-        self.sites.clear()
-        self.swapped_in.clear()
+        self.places.clear()
+        self.shown = ()
 
     def empty_proxies(self) -> None:
         """Release the slot memory of the weights' proxies, and drop proxies whose tensor other code keeps."""
@@ -188,12 +276,63 @@ class StreamedUnit:
             elif proxy.tensor.numel():
                 proxy.tensor.data = torch.empty(0, dtype=proxy.tensor.dtype, device=proxy.tensor.device)
 
-    def remember(self, offset: int, views: Views) -> None:
-        """Keep ``views`` for later slots at ``offset``. Beyond 64 offsets, the oldest views are dropped."""
-        while len(self.views) >= _VIEW_SETS:
-            oldest = next(iter(self.views))
-            del self.views[oldest]
-        self.views[offset] = views
+
+class UnitSlots(dict[tuple[StreamedUnit, int], Slot]):
+    """The slots in the region of ``memory`` by unit and offset. Each is made when it is first asked for."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        super().__init__()
+        self._memory = memory
+        self._viewed: dict[int, WeakSet[Slot]] = {}  # slots with views, by unit
+
+    def __missing__(self, key: tuple[StreamedUnit, int]) -> Slot:
+        unit, offset = key
+        slot = self[key] = self._memory.make_slot(unit, self._memory.region, offset)
+        return slot
+
+    def views(self, slot: Any) -> Views:
+        """Return views of the unit's tensors in ``slot``. They are made once for each slot."""
+        if slot.views is None:
+            slot.views = make_views(slot.unit, slot.base)
+            self._viewed.setdefault(slot.unit.index, WeakSet()).add(slot)
+        return slot.views
+
+    def forget_views(self, unit: StreamedUnit) -> None:
+        """Forget the views of the slots of ``unit``, because the strides of one of its weights changed."""
+        for slot in self._viewed.pop(unit.index, ()):
+            slot.views = None
+
+    def drop_views(self) -> None:
+        """Drop the views of all slots, except of those that the model keeps."""
+        for slots in self._viewed.values():
+            for slot in list(slots):
+                if slot.state is not SlotState.HELD:
+                    slot.views = None
+
+
+def differentiable(home: Home, proxy: WeightProxy, view: torch.Tensor) -> torch.Tensor:
+    """Return the differentiable tensor that represents a trainable weight: the output of the weight's `Deliver` node, with
+    the data of ``view``.
+
+    The tensor is created at the first use, and later runs return the same tensor. If the weight has moved to another slot
+    since, the tensor's ``data`` is set to ``view``. Raises UnsupportedError if the layout was made for passes without
+    gradients.
+    """
+    if home.entry.untrained:
+        raise UnsupportedError(
+            f"{home.entry.name} requires a gradient, and gradients are recorded within a forward that began without "
+            "them, so the weights are laid out for inference: begin the forward with gradients, stream with "
+            "training='stream', or freeze the weight"
+        )
+    tensor = proxy.tensor
+    if tensor is None:
+        tensor = proxy.tensor = Deliver.apply(home.tensor, view.detach())
+        tensor._is_param = isinstance(home.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+        home.dress(tensor)
+        proxy.version = tensor._version
+    elif tensor.data_ptr() != view.data_ptr():
+        tensor.data = view
+    return tensor
 
 
 def make_views(unit: StreamedUnit, base: torch.Tensor) -> Views:

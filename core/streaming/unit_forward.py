@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..model.compiling import compiling, quiet, untraced
 from ..model.managed_tensor import in_backward
 from .unit import StreamedUnit
@@ -17,10 +19,12 @@ from .unit import StreamedUnit
 if TYPE_CHECKING:
     from .streamer import Streamer
 
+_graph_task = torch._C._current_graph_task_id  # -1 outside backward passes
+
 
 class UnitForward:
-    """Makes the wrapper of the forward of one of a unit's modules. The wrapper calls `Runs.enter` before the forward,
-    and `Runs.leave` afterwards, also after an error. After an interrupt it calls `Runs.interrupted`.
+    """Makes the wrapper of the forward of one of a unit's modules. The wrapper calls `Run.enter` before the forward,
+    and `Run.leave` afterwards, also after an error. After an interrupt it calls `Streamer.interrupted`.
 
     The unit and the streamer are attributes, so that the wrapper can serve the next layout too: code that torch.compile
     compiled refers to the wrapper, and would have to be compiled again for another one.
@@ -34,37 +38,36 @@ class UnitForward:
 
     def connect(self, unit: StreamedUnit, streamer: Streamer) -> None:
         """Let the wrapper serve ``unit``, a unit of ``streamer``."""
-        self.streamer, self._unit, runs = streamer, unit, streamer.runs
-        self._local, self._enter, self._leave = runs.local, runs.enter, runs.leave
+        self.streamer, self._unit, self._run = streamer, unit, streamer.run
 
     def disconnect(self) -> None:
         """Drop the references to the streamer, whose layout ends."""
         if self.streamer is not None:
             self.streamer = None
-            del self._unit, self._local, self._enter, self._leave
+            del self._unit, self._run
 
     def _interrupted(self) -> None:
         if self.streamer is not None:
-            self.streamer.runs.interrupted()
+            self.streamer.interrupted()
 
     def _enter_compiled(self) -> Any:
         """Enter the unit's run, under torch.compile."""
         try:
-            return self._enter(self._unit)
+            return self._run.enter(self._unit)
         except Exception:
             raise
         except BaseException:
             self._interrupted()
             raise
 
-    def _leave_compiled(self, slot: Any, gradient: bool) -> None:
+    def _leave_compiled(self, entered: Any) -> None:
         """End the unit's run, under torch.compile. Called in a ``finally`` clause."""
         error = sys.exc_info()[1]
         try:
             if error is not None and not isinstance(error, Exception):
                 self._interrupted()
             else:
-                self._leave(self._unit, slot, gradient)
+                self._run.leave(entered)
         except Exception:
             raise
         except BaseException:
@@ -77,11 +80,11 @@ class UnitForward:
         ``as_pass``: returns a function that calls its argument as a pass of its own. It is used for calls outside the
         root's forward and outside backward passes.
         """
-        # Outside torch.compile, `forward` calls the methods of `Runs` directly. Under torch.compile, it calls
+        # Outside torch.compile, `forward` calls the methods of `Run` directly. Under torch.compile, it calls
         # wrappers made by `quiet`, which the compiler does not trace but which take time in every call. It reads no
         # attribute of `self` then, because the guards of compiled code would compare the attribute's value.
         # The compiler cannot break a graph inside `except` clauses, so the compiled path has only a `finally`.
-        quiet_begins = quiet(lambda: not self._local.mine.roots and not in_backward())
+        quiet_begins = quiet(lambda: not self._run.local.mine.roots and not in_backward())
         quiet_enter, quiet_leave = quiet(self._enter_compiled), quiet(self._leave_compiled)
 
         def wrapper(outside: Callable | None) -> Callable:
@@ -91,23 +94,23 @@ class UnitForward:
                 if compiling() is not None:
                     if outside is not None and quiet_begins():
                         return outside(*args, **kwargs)
-                    slot, gradient = quiet_enter()
+                    entered = quiet_enter()
                     try:
                         return inner(*args, **kwargs)
                     finally:
-                        quiet_leave(slot, gradient)
-                if outside is not None and not self._local.mine.roots and not in_backward():
+                        quiet_leave(entered)
+                if outside is not None and not self._run.local.mine.roots and _graph_task() == -1:
                     return outside(*args, **kwargs)
                 # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
                 try:
-                    unit, leave = self._unit, self._leave
-                    slot, gradient = self._enter(unit)
+                    run = self._run
+                    entered = run.enter(self._unit)
                     try:
                         result = inner(*args, **kwargs)
                     except Exception:
-                        leave(unit, slot, gradient)
+                        run.leave(entered)
                         raise
-                    leave(unit, slot, gradient)
+                    run.leave(entered)
                     return result
                 except Exception:
                     raise

@@ -3,8 +3,8 @@ through slots while its home has no memory.
 
 A VBAR is a range of device addresses whose memory pages can be taken away when other programs need memory. (A
 home in this module is a range of a VBAR, not a `model.home.Home`.) A unit is a group of tensors that are
-copied together. The VBAR begins with the slot region, the device memory through which units stream. Its pages
-are pinned permanently: they cannot be taken away. The homes follow in order of priority. Only pages below an
+copied together. The VBAR begins with the slot region, the device memory through which units stream. From the
+first unit that streams on, its pages stay pinned: they cannot be taken away. The homes follow in order of priority. Only pages below an
 address, the watermark, may get memory. A unit whose home ends below the watermark stays at home: its bytes
 are copied there once, and later the signature of the pages shows whether they still hold the bytes. The pages
 of a home are pinned while the unit is in use. A unit whose home lost its memory streams like any other, from
@@ -21,15 +21,17 @@ import torch
 
 from ..device import vbar
 from ..device.engine import Engine
+from ..device.pool_memory import Chunk
+from ..device.slot import Issue, Slot, SlotState, User
 from ..device.vbar import Bar, NativeError
-from ..device.vbar_layout import PooledRegion, VbarRanges
-from ..plan.region import Slot, SlotState
+from ..device.vbar_layout import VbarRanges
+from .unit import StreamedUnit
 
 if TYPE_CHECKING:
-    from .streamer import Streamer
-    from .unit import StreamedUnit
+    from .vbar_streamer import VbarStreamer
 
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+_WITH_BYTES = frozenset({SlotState.CACHED, SlotState.IN_USE, SlotState.HELD})
 
 
 class VbarSlots:
@@ -39,12 +41,13 @@ class VbarSlots:
 
     def __init__(self, engine: Engine, bar: Bar, homes: VbarRanges, room: int) -> None:
         self._engine = engine
-        self._streamer: Streamer | None = None
+        self._streamer: VbarStreamer | None = None
         self._bar: Bar | _ClosedBar = bar
         self._homes = homes
         self._room = room // vbar.PAGE * vbar.PAGE
-        self._region = PooledRegion(0, 0, [])
         self._region_pinned = False
+        self._chunk: Chunk | None = None  # the memory of all homes
+        self._slots: dict[int, Slot] = {}  # the slot at home of each unit that was there, by the unit's index
         self._pins: list[Slot] = []  # slots (at home) of units whose pages are pinned
         # Signatures of the pages of each home when the unit was copied there, by the unit's index.
         self._signatures: dict[int, tuple[int, ...]] = {}
@@ -54,7 +57,7 @@ class VbarSlots:
         bar.set_watermark(self._watermark)
 
     @property
-    def streamer(self) -> Streamer:
+    def streamer(self) -> VbarStreamer:
         """The streamer that these homes serve."""
         assert self._streamer is not None
         return self._streamer
@@ -69,23 +72,16 @@ class VbarSlots:
         """The streamer's lock."""
         return self.streamer.lock
 
-    def join(self, streamer: Streamer) -> list[StreamedUnit]:
+    def join(self, streamer: VbarStreamer) -> list[StreamedUnit]:
         """Attach these homes to ``streamer``, which has its units already. Returns the units that stream at
         first.
         """
         self._streamer = streamer
         return self.away
 
-    def make_region(self, nbytes: int, largest: int) -> PooledRegion:
-        """Create and return the slot region of ``nbytes`` in front of the homes. ``largest``: bytes of the
-        largest unit.
-        """
-        self._region = PooledRegion(nbytes, largest, [start for start, _ in self._homes.places.values()])
-        return self._region
-
     def has(self, slot: Slot) -> bool:
         """Return whether the slot is a unit's home, and not in the slot region."""
-        return slot.offset >= self._region.nbytes
+        return self._slots.get(slot.unit.index) is slot  # type: ignore[attr-defined]
 
     @property
     def _allowed(self) -> int:
@@ -100,22 +96,27 @@ class VbarSlots:
         return self._homes.begin if self._homes.later and not self._region_pinned else 0
 
     def reserve(self) -> torch.Tensor:
-        """Return the VBAR's memory as a tensor, with the slot region first. Raises torch.OutOfMemoryError if
-        no page is free.
+        """Give the streamer's pool the memory of the slot region and of the homes. Returns the memory of the whole VBAR.
+
+        Raises torch.OutOfMemoryError if no page is free.
         """
-        bar = self._bar
+        bar, homes = self._bar, self._homes
         assert isinstance(bar, Bar)
-        if not self._homes.later:
+        if not homes.later:
             self.pin_region()
-            return self._engine.at(bar.address, bar.nbytes, bar)
-        # torch can determine the device of an address only while the address has memory.
-        if bar.fault(0, 1) is None:
-            raise OutOfMemory(f"carom: no page of {vbar.PAGE} bytes is free on {self._engine.name}")
-        memory = self._engine.at(bar.address, bar.nbytes, bar)
-        bar.unpin(0, 1)
-        bar.set_watermark(0)  # release the page
-        bar.prioritize()
-        bar.set_watermark(self._watermark)
+            memory = self._engine.at(bar.address, bar.nbytes, bar)
+        else:
+            # torch can determine the device of an address only while the address has memory.
+            if bar.fault(0, 1) is None:
+                raise OutOfMemory(f"carom: no page of {vbar.PAGE} bytes is free on {self._engine.name}")
+            memory = self._engine.at(bar.address, bar.nbytes, bar)
+            bar.unpin(0, 1)
+            bar.set_watermark(0)  # release the page
+            bar.prioritize()
+            bar.set_watermark(self._watermark)
+        with torch.inference_mode(False), torch.no_grad():
+            region, rest = memory[: homes.region_bytes], memory[homes.begin :]
+        self._chunk = self.streamer.pool.memory.set_ranges(region, rest)
         return memory
 
     def pin_region(self) -> None:
@@ -235,14 +236,15 @@ class VbarSlots:
         with self.lock:
             top = min(self._allowed, room // vbar.PAGE * vbar.PAGE + self._unbacked_bytes)
             if top > self._watermark:
+                away = self.away
                 self._bar.prioritize()
                 self._watermark = top
                 self._bar.set_watermark(top)
+                # What lies in the region is used there, so units would not come home as long as the region keeps them.
+                self.streamer.pool.drop_units([unit for unit in away if self.at_home(unit)])
 
     def _lower_watermark(self, top: int) -> None:
-        """Lower the watermark to ``top`` bytes. Evict the slots of unpinned homes that end above the
-        watermark.
-        """
+        """Lower the watermark to ``top`` bytes. Unpinned homes that end above the watermark lose their units."""
         self._watermark = min(self._watermark, top)
         self._bar.set_watermark(-(-self._watermark // vbar.PAGE) * vbar.PAGE)
         self._forget_lost()
@@ -258,92 +260,84 @@ class VbarSlots:
             self._forget_lost()
 
     def _forget_lost(self) -> None:
-        """Evict the slots of unpinned homes that end above the watermark."""
-        for slot in [slot for slot in self.slots if slot.end > self._watermark and slot not in self._pins]:
-            self.streamer.evict(slot)
+        """Note that unpinned homes that end above the watermark have lost their units."""
+        for slot in self._slots.values():
+            if slot not in self._pins:
+                self._lose_above(slot)
 
-    @property
-    def slots(self) -> list[Slot]:
-        """The slots of units that are at home."""
-        return list(self._region.homes.values())
+    def _lose_above(self, slot: Slot) -> None:
+        """Note that the home ``slot``, which is not pinned, has lost its unit, if it ends above the watermark."""
+        if self._range_of(slot)[1] > self._watermark:
+            self._lose(slot)
+
+    def _lose(self, slot: Slot) -> None:
+        """Note that the home ``slot``, which is not pinned, has lost its unit, if it had it."""
+        if slot.state is SlotState.CACHED:
+            self.streamer.pool.lose_slot(slot)
+
+    def _range_of(self, slot: Slot) -> tuple[int, int]:
+        """Return where in the VBAR the home ``slot`` begins and ends."""
+        return self._homes.begin + slot.offset, self._homes.begin + slot.end
 
     # -- using units
 
-    def acquire(self, unit: StreamedUnit, backward: bool) -> Slot | None:
-        """Return the unit's slot at home, in use and readable on the current stream. Returns None if the unit
-        has to stream.
-        """
-        slot = self._home_of(unit)
-        if slot is None:
-            return None
-        streamer = self.streamer
-        streamer.last = None if backward else unit
-        slot.users += 1
-        slot.state = SlotState.IN_USE
-        try:
-            streamer.wait(slot)
-        except BaseException:
-            slot.users -= 1
-            slot.state = SlotState.IN_USE if slot.users else SlotState.KEPT
-            self.unpin_idle()
-            raise
-        return slot
+    def enter_home(self, unit: StreamedUnit, user: User) -> Slot | None:
+        """Let ``user`` read the unit at its home on its stream, the current one. Returns the home's slot, or None if the
+        unit has to stream.
 
-    def _home_of(self, unit: StreamedUnit) -> Slot | None:
-        """Return the unit's slot at home, pinned and with the unit's bytes. Returns None if the unit has to
-        stream.
+        The pages stay pinned until `unpin_idle` finds the slot unused.
         """
-        streamer = self.streamer
-        if streamer.held or streamer.backward.has_uses:
-            streamer.end_finished_uses(unit)
-        slot = unit.slot
-        if slot is not None and not self.has(slot):
-            if not self.at_home(unit) or slot.users or slot.state is SlotState.HELD:
-                return None
-            self.streamer.evict(slot)  # this slot is in the region, and the home has memory again
-            slot = None
-        if slot is not None and slot in self._pins:
-            if slot.users or slot.version == unit.version():
-                return slot
-        elif not self.at_home(unit):
-            return None
-        return self._fill_home(unit)
-
-    def _fill_home(self, unit: StreamedUnit) -> Slot | None:
-        """Pin the unit's home, and copy the unit there unless the pages still hold its bytes. Returns None if
-        there is no memory.
-        """
-        start, end = self._homes.places[unit.index]
-        slot = unit.slot
-        if slot is None or slot not in self._pins:
-            signature = self._fault(start, end)
-            if signature is None:
-                return None
-            if signature != self._signatures.get(unit.index):
-                self.note_losses()  # the pages are new, so other homes may have lost their pages
-            elif slot is not None and slot.version == unit.version():
-                self._pins.append(slot)
-                return slot
-        else:  # the home is pinned because the model keeps a view, and the host bytes have changed
+        known = self._slots.get(unit.index)
+        pinned = known is not None and known in self._pins
+        if pinned:
+            assert known is not None
+            # Until the unit is entered, the pin is this call's: the garbage collector may unpin idle homes in between.
+            self._pins.remove(known)
             signature = self._signatures[unit.index]
-            self._pins.remove(slot)
+        else:
+            found = self._fault(*self._homes.places[unit.index]) if self.at_home(unit) else None
+            if found is None:
+                return None
+            signature = found
+        entered = None
         try:
-            if slot is not None:
-                self.streamer.evict(slot)
-            tier = self.streamer.tier
-            if not tier.complete:
-                tier.open()
-                # The learnt order contains only units that stream. So read the units at home ahead in the
-                # order of the model.
-                following = [other.index for other in self.units[unit.index + 1 :] if other.slot is None]
-                tier.expect([unit.index, *following])
-            slot = self.streamer.fill(unit, start, [])
-        except BaseException:
-            self._bar.unpin(start, end)
-            raise
-        self._signatures[unit.index] = signature
-        self._pins.append(slot)
-        return slot
+            home = known or self._make_slot(unit)
+            if signature != self._signatures.get(unit.index):
+                self._lose(home)
+                self._signatures[unit.index] = signature
+            version, now = unit.version(), home.now
+            there = now.state in _WITH_BYTES and (now.version == version or bool(now.users))
+            if there or self._fill_home(unit, home, version):
+                entered = self.streamer.pool.enter(unit, version, user)
+            return entered
+        finally:
+            if pinned or (entered is not None and entered is self._slots.get(unit.index)):
+                self._pins.append(self._slots[unit.index])
+            else:
+                self._bar.unpin(*self._homes.places[unit.index])
+
+    def _make_slot(self, unit: StreamedUnit) -> Slot:
+        """Return a new slot at the unit's home, which is pinned: torch makes tensors only over addresses with memory."""
+        assert self._chunk is not None
+        offset = self._homes.places[unit.index][0] - self._homes.begin
+        made = self._slots[unit.index] = self.streamer.pool.memory.make_slot(unit, self._chunk, offset)
+        return made
+
+    def _fill_home(self, unit: StreamedUnit, home: Slot, version: int) -> bool:
+        """Copy the unit to its home, which is pinned. Returns False if it is in use or held elsewhere, or in another
+        version.
+        """
+        streamer = self.streamer
+        if not streamer.store.complete:
+            # The learnt order contains only units that stream. So read the units at home ahead in the
+            # order of the model.
+            here = {slot.unit for slot in streamer.pool.memory.slots() if slot.state in _WITH_BYTES}
+            following = [other.backing for other in self.units[unit.index + 1 :] if other not in here]
+            streamer.store.read_ahead([unit.backing, *following])
+        if streamer.pool.issue(home, version) is not Issue.TAKEN:
+            return False
+        streamer.run.copy_unit(home)
+        return True
 
     def _fault(self, start: int, end: int) -> tuple[int, ...] | None:
         """Pin the pages from ``start`` to ``end``. Returns the signature of the pages, or None if there is no
@@ -362,64 +356,31 @@ class VbarSlots:
                 self._lower_watermark(start)
         return signature
 
-    def release(self, slot: Slot, streams: set | None = None) -> None:
-        """Release one use of a slot at home, as `Streamer.release` does for slots in the region."""
-        streamer = self.streamer
-        with streamer.lock:
-            try:
-                for stream in streams or (self._engine.stream(),):
-                    slot.reads[stream] = self._engine.record(stream, slot.reads.get(stream))
-            except BaseException:
-                # Without an event of the last reads, the slot may be overwritten only when the device is
-                # idle, so wait for that.
-                self._engine.synchronize()
-                raise
-            finally:
-                slot.users -= 1
-                if slot.users == 0:
-                    slot.state = SlotState.KEPT
-                streamer.slot_waiters.slot_freed()
-            over = slot.users == 0 and slot.unit.slot is slot
-            if over and streamer.views(slot).kept_elsewhere() and streamer.kept_by_model(slot):
-                slot.state = SlotState.HELD
-                if slot not in streamer.held:
-                    streamer.held.append(slot)
-            self.unpin_idle()
-
     def unpin_idle(self) -> None:
         """Unpin unused homes, so that memory pressure may take their pages. comfy-aimdo waits for the device
         before it takes pages.
         """
-        idle = [slot for slot in self._pins if slot.users == 0 and slot.state is not SlotState.HELD]
-        for slot in idle:
+        busy = (SlotState.IN_USE, SlotState.HELD)
+        for slot in [slot for slot in self._pins if slot.state not in busy]:
             self._pins.remove(slot)
-            self._bar.unpin(*self._homes.places[slot.unit.index])
-            if slot.end > self._watermark and slot.unit.slot is slot:
-                self.streamer.evict(slot)
+            self._bar.unpin(*self._range_of(slot))
+            self._lose_above(slot)
 
     # -- end
 
-    def drop_slots(self, held: list[Slot]) -> None:
-        """Drop the slots at home that are not ``held``. Called after an interrupt, while the device is idle."""
-        for slot in [slot for slot in self._pins if slot not in held]:
-            self._pins.remove(slot)
-            self._bar.unpin(*self._homes.places[slot.unit.index])
-        self._region.homes = {slot.offset: slot for slot in self.slots if slot in held}
-        self._signatures = {slot.unit.index: self._signatures[slot.unit.index] for slot in self._pins}
-
     def close(self) -> None:
         """Release the pages now, except pages of which other code keeps views."""
-        self._region.homes.clear()
         bar, self._bar = self._bar, _ClosedBar()
         self._region_pinned = False
         if isinstance(bar, Bar):
             with contextlib.suppress(NativeError):
                 for slot in self._pins:
-                    if slot.users == 0 and slot.state is not SlotState.HELD:
-                        bar.unpin(*self._homes.places[slot.unit.index])
+                    if slot.state not in (SlotState.IN_USE, SlotState.HELD):
+                        bar.unpin(*self._range_of(slot))
                 bar.set_watermark(0)
         self._pins.clear()
-        self._signatures.clear()
+        self._slots.clear()
+        self._chunk = None
 
 
 class _ClosedBar:

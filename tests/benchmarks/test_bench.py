@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -24,6 +25,7 @@ from carom.benchmarks.engines.record import SCHEMA, new_record, read_record, wri
 from carom.benchmarks.engines.roofline import crossing_bytes, roofline
 from carom.benchmarks.results.render import rendered
 from carom.benchmarks.results.table import table
+from carom.cli import bench
 from carom.cli.main import main
 from tests_harness import heed_interrupts
 
@@ -573,6 +575,14 @@ class TestCommand:
         out = capsys.readouterr()
         assert "\r" not in "".join(heard) + out.err
         assert len(json.loads(out.out)["cases"]) == 4
+
+    @pytest.mark.parametrize(("options", "modes"), [((), {"infer", "train"}), (("--mode", "both"), {"infer", "train"}),
+                                                    (("--mode", "train"), {"train"})])  # fmt: skip
+    def test_both_modes_are_measured_unless_one_is_named(self, options, modes):
+        parser = argparse.ArgumentParser()
+        bench.add_arguments(parser)
+        cases = bench.make_cases(parser.parse_args(list(options)), "cpu")
+        assert {case.mode for case in cases.values() if case.kind == "step"} == modes
 
     def test_a_record_that_is_not_there_is_named(self, tmp_path, capsys):
         assert main(["bench", "--show", str(tmp_path / "nofile")]) == 2

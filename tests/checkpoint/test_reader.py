@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import gc
 import os
@@ -19,7 +20,9 @@ import torch
 from carom.core.checkpoint import direct_io, direct_io_windows
 from carom.core.checkpoint.direct_io import ALIGN, aligned_buffer, open_raw
 from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
+from carom.core.checkpoint.file_read import FileRead, ReadTarget
 from carom.core.checkpoint.index import open_index
+from carom.core.checkpoint.packed_source import PackedSource
 from carom.core.checkpoint.read_path import ReadPathPolicy, ReadPathTuner
 from carom.core.common.errors import WeightsError
 from hypothesis import given, settings
@@ -140,6 +143,65 @@ def test_bad_memory_and_ranges_are_refused_at_once(tmp_path: Path):
         assert reader.submit(entry, bytearray(), start=5, nbytes=0).result(1) == 0
     with pytest.raises(ValueError, match="workers=0"):
         ReaderPolicy(workers=0)
+
+
+def test_ranges_submitted_together_fill_one_memory_and_end_together(tmp_path: Path):
+    entry, data = checkpoint(tmp_path)
+    ranges = [(0, 9000, 20_000), (50_003, 50_000, 30_000), (9000, 100, 4096), (9100, 0, 8000)]
+    reads = [FileRead(entry.file, entry.offset + at, n, to, f"from {at}") for at, n, to in ranges]
+    memory = bytearray(b"\xa5" * 100_000)
+    ended: list[bytes] = []
+    with DiskReader(SMALL) as reader:
+        (handle,) = reader.submit_reads(reads, ReadTarget.of(memory))
+        handle.add_done_callback(lambda done: ended.append(bytes(memory)))
+        assert handle.result(20) == sum(n for _, n, _ in ranges)
+    expected = bytearray(b"\xa5" * 100_000)
+    for at, n, to in ranges:
+        expected[to : to + n] = data[at : at + n]
+    assert ended == [expected] == [memory]
+
+
+def test_a_range_no_longer_than_a_chunk_is_one_read_wherever_it_begins(tmp_path: Path):
+    entry, data = checkpoint(tmp_path)
+    reader, made = faulty(lambda number, offset, buffer: None)
+    into = bytearray(SMALL.chunk)
+    with reader:
+        for calls, start in enumerate((0, 1, SMALL.chunk - 100), 1):
+            assert reader.submit(entry, into, start=start, nbytes=SMALL.chunk).result(20) == SMALL.chunk
+            assert into == data[start : start + SMALL.chunk] and made[0].calls == calls
+
+
+def test_no_bytes_of_a_packed_tensor_are_there_at_once(tmp_path: Path):
+    entry, _ = checkpoint(tmp_path)
+    file = entry.file
+    packed = PackedSource(file.path, 100, file.mtime_ns, file.inode, file.device, entry, "{}")
+    with DiskReader(SMALL) as reader:
+        read = reader.submit_range(packed, 7, 0, bytearray(1))
+        assert read.done() and read.result() == 0 and reader.stats().requests == 0
+
+
+def test_a_range_outside_its_memory_or_file_is_refused_and_none_of_the_others_is_read(tmp_path: Path):
+    entry, _ = checkpoint(tmp_path)
+    good = FileRead(entry.file, entry.offset, 4096, 0, "w")
+    with DiskReader(SMALL) as reader:
+        for bad in (dataclasses.replace(good, at=5000), dataclasses.replace(good, at=-1)):
+            with pytest.raises(ValueError, match="8192"):
+                reader.submit_reads([good, bad], ReadTarget.of(bytearray(8192)))
+        with pytest.raises(ValueError, match="which has"):
+            reader.submit_reads(
+                [good, dataclasses.replace(good, offset=entry.file.size)], ReadTarget.of(bytearray(8192))
+            )
+        assert reader.stats().requests == 0
+
+
+def test_a_failure_of_one_range_ends_all_and_names_its_range(tmp_path: Path):
+    entry, _ = checkpoint(tmp_path)
+    places = (0, 40_000, 80_000)
+    reads = [FileRead(entry.file, entry.offset + at, 5000, at, f"from {at}") for at in places]
+    middle = range(entry.offset + 40_000 - ALIGN, entry.offset + 45_000)
+    reader, _ = faulty(lambda number, offset, buffer: OSError(errno.EIO, "bad") if offset in middle else None)
+    with reader, pytest.raises(WeightsError, match="from 40000 could not be read"):
+        reader.submit_reads(reads, ReadTarget.of(bytearray(100_000)))[0].result(20)
 
 
 def test_page_aligned_files_and_slots_need_no_second_buffer(tmp_path: Path):
@@ -394,6 +456,8 @@ def test_forgotten_reader_ends_its_workers_and_closes_its_files(tmp_path: Path):
         time.sleep(0.01)
     gc.collect()
     assert threading.active_count() == before
+    while open_files() > files and time.monotonic() < end:  # a thread's object is dropped after it has ended
+        time.sleep(0.01)
     assert open_files() <= files
 
 

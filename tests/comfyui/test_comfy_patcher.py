@@ -933,8 +933,8 @@ def test_a_dynamic_model_that_cannot_be_copied_stays_comfyuis(comfy, monkeypatch
 @pytest.mark.parametrize(
     ("free", "options", "streams"),
     [
-        (3 << 30, {}, False),  # the passes' memory is twice 1.2 GiB
-        (2 << 30, {}, True),
+        (2 << 30, {}, False),  # the memory that ComfyUI keeps for passes is 1.2 GiB
+        (1 << 30, {}, True),
         (3 << 30, {"vram": "1GiB"}, True),
         (3 << 30, {"ram": "1GiB"}, True),
         (3 << 30, {"mode": "stream"}, True),
@@ -1541,7 +1541,7 @@ def test_who_takes_the_model_over_finds_weights_of_its_own_kind(comfy, sessions,
 
 
 def test_the_kernels_for_a_file_are_compiled_while_it_is_read(tmp_path, monkeypatch):
-    from carom.nodes import kernel_warm_up as module
+    from carom.nodes import file_preparation as module
 
     path, asked = str(tmp_path / "model.safetensors"), []
     half = torch.zeros(64, 512, dtype=torch.float16)
@@ -1549,14 +1549,32 @@ def test_the_kernels_for_a_file_are_compiled_while_it_is_read(tmp_path, monkeypa
     monkeypatch.setattr(module, "warm_up", lambda *args: asked.append(args))
     monkeypatch.setattr(nodes_host, "room_on", lambda device: os.path.getsize(path) + 1000)
     monkeypatch.setattr(nodes_host, "least_for_passes", lambda: passes)
-    gpu, passes = torch.device("cuda", 1), 1000
+    gpu, passes = torch.device("cuda", 1), 1001
     module.prepare_kernels(path, Settings(), gpu)
     assert asked == [(gpu, {torch.float16})]
     module.prepare_kernels(path, Settings(codec="raw"), gpu)
     module.prepare_kernels(path, Settings(), torch.device("cpu"))
     module.prepare_kernels(str(tmp_path / "none"), Settings(), gpu)
-    passes = 500
+    passes = 1000
     module.prepare_kernels(path, Settings(), gpu)  # the model fits: ComfyUI keeps it
     assert len(asked) == 1
     module.prepare_kernels(path, Settings(mode="stream"), gpu)
     assert asked == [(gpu, {torch.float16})] * 2
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "passes", "read"), [(True, 1000, False), (True, 1001, True), (False, 1000, True)]
+)
+def test_a_file_that_comfyui_reads_itself_is_not_read_ahead(tmp_path, monkeypatch, dynamic, passes, read):
+    from carom.nodes import file_preparation as module
+
+    path, asked = tmp_path / "model.safetensors", []
+    path.write_bytes(bytes(5000))
+    monkeypatch.setattr(module, "read_ahead", asked.append)
+    monkeypatch.setattr(nodes_host, "room_on", lambda device: 6000)
+    monkeypatch.setattr(nodes_host, "least_for_passes", lambda: passes)
+    monkeypatch.setattr(nodes_host, "has_dynamic_vram", lambda: dynamic)
+    module.prepare_file(str(path), Settings(), torch.device("cuda", 1))
+    assert asked == ([str(path)] if read else [])
+    module.prepare_file(str(path), Settings(mode="native"), torch.device("cuda", 1))
+    assert len(asked) == read

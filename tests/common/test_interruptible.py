@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import pytest
 from carom.core.checkpoint import read_handle
+from carom.core.checkpoint.file_read import ReadTarget
 from carom.core.common import interruptible
 
 
@@ -70,7 +71,7 @@ def test_elsewhere_the_waits_are_pythons_own():
 
 def test_reads_from_a_drive_wait_so(monkeypatch):
     monkeypatch.setattr(read_handle.interruptible, "Event", interruptible.PolledEvent)
-    read = read_handle.SubmittedRead(None, 0, 0, "w", 0.0)  # type: ignore[arg-type]
+    read = read_handle.SubmittedRead((), (), ReadTarget.of(bytearray(1)), 0.0)
     threading.Timer(0.1, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         read.result()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from carom.core.device.places import Extent, extents_over, find_offset, put_slot
+from carom.core.device.pool_memory import Extent, extents_over, find_offset, put_slot
 from carom.core.plan.region import ALIGN
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -11,7 +11,7 @@ from carom.core.common.errors import BudgetError
 from carom.core.device import pool_memory
 from carom.core.device.pool import Pool
 from carom.core.device.pool_room import bytes_for
-from carom.core.device.slot import SlotState, User
+from carom.core.device.slot import Issue, SlotState, User
 from carom.core.plan.region import ALIGN
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ UNIT = ALIGN
 REGION = 5 * UNIT
 UNITS, CACHED = range(6), range(3)
 THREADS = (1, 2)  # fake ones; copies are those of the present thread
-FILES = ("device/pool", "device/slot", "device/places.py")
+FILES = ("device/pool", "device/slot")
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ class Calls(RuleBasedStateMachine):
     def fail_to_fetch(self, number, offset, copies):
         unit = self.streamed[number]
         slot = self.bench.make_slot(unit, min(offset * UNIT, (REGION - unit.nbytes) // ALIGN * ALIGN))
-        if self.bench.pool.issue(slot, unit.version):
+        if self.bench.pool.issue(slot, unit.version) is Issue.TAKEN:
             if copies:
                 self.bench.copy(slot, unit.version)
             self.bench.pool.cancel_copies(threading.get_ident())

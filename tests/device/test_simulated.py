@@ -11,10 +11,10 @@ import tests_harness as harness
 import tests_models as models
 import torch
 import torch.nn.functional as F
+from carom.core.device.pool import Pool
 from carom.core.device.simulated import SimulatedDevice, SimulatedEngine, SimulatedRaceError
-from carom.core.plan.region import Region
-from carom.core.streaming.forward import Runs
-from carom.core.streaming.streamer import Streamer
+from carom.core.streaming.forwards import Forwards
+from carom.core.streaming.unit import StreamedUnit
 from tests_inside import inside
 
 CASE = models.CASES["stack"]
@@ -110,43 +110,34 @@ def test_an_overwrite_that_waits_for_no_reader_is_found_under_any_timing(run, ti
 @on_every_run
 def test_an_overwrite_that_waits_for_an_earlier_read_only_is_found(run, monkeypatch):
     """The event of the last read is taken before the read instead of after it."""
-    acquire, release = Streamer._acquire, Streamer.release
+    enter, leave, too_early = Pool.enter, Pool.leave, {}
 
-    def early(self, unit, backward):
-        slot = acquire(self, unit, backward)
-        slot.too_early = self.engine.mark()
+    def early(self, unit, version, user):
+        slot = enter(self, unit, version, user)
+        too_early[user] = self._engine.record(user.stream)
         return slot
 
-    def late(self, slot, *args):
-        ahead, self._prefetch = self._prefetch, lambda: None
-        release(self, slot, *args)
-        del self._prefetch
-        slot.reads.update(dict.fromkeys(slot.reads, slot.too_early))
-        ahead()
+    def late(self, slot, user, held=False):
+        leave(self, slot, user, held)
+        if user in too_early:
+            slot.now = slot.now._replace(reads=dict.fromkeys(slot.now.reads, too_early[user]))
 
-    monkeypatch.setattr(Streamer, "_acquire", early)
-    monkeypatch.setattr(Streamer, "release", late)
+    monkeypatch.setattr(Pool, "enter", early)
+    monkeypatch.setattr(Pool, "leave", late)
     assert outcome(run, "late", slots=1) == "race"
 
 
 @on_every_run
 def test_a_slot_used_after_it_was_given_up_is_found(run, monkeypatch):
     """A unit believes that it is still in a slot that another unit has taken."""
-    evict, remove = Streamer.evict, Region.remove
-
-    def keep(self, slot):
-        evict(self, slot)
-        slot.unit.slot = slot
-
-    monkeypatch.setattr(Streamer, "evict", keep)
-    monkeypatch.setattr(Region, "remove", lambda self, slot: slot in self.slots and remove(self, slot))
+    monkeypatch.setattr("carom.core.device.pool._unmark", lambda engine, slot: None)
     assert outcome(run, "late") != "right"
 
 
 @on_every_run
 def test_computing_with_the_host_copy_is_found(run, monkeypatch):
-    monkeypatch.setattr(Runs, "_swap_in", lambda self, unit, tensors, gradient: None)
-    monkeypatch.setattr(Runs, "computing", lambda self: False)
+    monkeypatch.setattr(StreamedUnit, "show", lambda self, tensors: None)
+    monkeypatch.setattr(Forwards, "computing", lambda self: False)
     assert outcome(run, "late") == "race"
 
 
@@ -182,12 +173,8 @@ def test_a_stale_slot_is_found(monkeypatch):
 
 
 def test_a_slot_that_autograd_keeps_itself_is_not_overwritten(monkeypatch):
-    """Without handles the views that autograd keeps hold their slots; units that find none are read from host memory."""
-    outside, real = [], Streamer._outside_region
-    monkeypatch.setattr(
-        Streamer, "_outside_region", lambda self, unit: outside.append(unit) or real(self, unit)
-    )
-    assert outcomes(RUNS["training"]) == {"right"} and not outside
+    """Without handles the views that autograd keeps hold their slots, until a unit finds none."""
+    assert outcomes(RUNS["training"]) == {"right"}
     push = torch._C._autograd._push_saved_tensors_default_hooks
 
     def push_identity(pack, unpack):
@@ -198,7 +185,7 @@ def test_a_slot_that_autograd_keeps_itself_is_not_overwritten(monkeypatch):
         push(identity, identity)
 
     monkeypatch.setattr("carom.core.model.managed_tensor._push_hooks", push_identity)
-    assert outcomes(RUNS["training"]) == {"right"} and outside
+    assert outcomes(RUNS["training"]) == {"refused"}
 
 
 def test_a_handle_to_the_wrong_place_is_found(monkeypatch):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import carom
@@ -105,7 +108,7 @@ def misses(eviction: str, order: list[int], room: int) -> int:
         def next_use(r: int, now: int = now) -> float:
             return next((i for i in range(now + 1, len(order)) if order[i] == r), float("inf"))
 
-        policy.record_use(rank, next_use)
+        policy.record_uses([rank], next_use)
         assert len(policy.kept) <= room
     return missed
 
@@ -114,7 +117,7 @@ def misses(eviction: str, order: list[int], room: int) -> int:
 def test_kept_pieces_are_hit_in_every_round_and_spread_over_it(room):
     policy = EvictionPolicy("belady", room, 10)
     for now in range(50):
-        policy.record_use(now % 10, lambda r, now=now: (r - now - 1) % 10 + 1)
+        policy.record_uses([now % 10], lambda r, now=now: (r - now - 1) % 10 + 1)
         if now == 20:
             settled = set(policy.kept)
     assert policy.kept == settled and len(settled) == room
@@ -149,7 +152,7 @@ def test_no_more_than_a_twentieth_is_read_beyond_beladys_bound(sizes, share):
     missed = []
     for now, rank in enumerate(order):
         missed.append(rank not in policy.kept)
-        policy.record_use(rank, lambda r, now=now: (r - now - 1) % count + 1)
+        policy.record_uses([rank], lambda r, now=now: (r - now - 1) % count + 1)
     least = optimum(order, buffers.count) - optimum(order[: warm * count], buffers.count)
     assert sum(missed[warm * count :]) <= 1.05 * least
 
@@ -164,7 +167,9 @@ def test_belady_misses_no_more_than_the_others():
     assert total["belady"] < total["priority"] and total["belady"] < total["fifo"]
 
 
-def cache_of(tmp_path: Path, count: int, ram: int) -> tuple[HostCache, list, list[torch.Tensor]]:
+def cache_of(
+    tmp_path: Path, count: int, ram: int, eviction: str = "belady"
+) -> tuple[HostCache, list, list[torch.Tensor]]:
     """A cache over ``count`` units of two pages each, its pieces, and their bytes."""
     data = [torch.from_numpy(np.random.default_rng(i).integers(0, 256, 8192, np.uint8)) for i in range(count)]
     save_file({f"t{i:03d}": d for i, d in enumerate(data)}, tmp_path / "m.safetensors")
@@ -175,7 +180,7 @@ def cache_of(tmp_path: Path, count: int, ram: int) -> tuple[HostCache, list, lis
     copies: set[int] = set()
     cache = HostCache(
         pieces, buffers, HostArena(None, ram), DiskReader(ReaderPolicy(backoff=0.001)),
-        lambda event: event not in copies, copies.discard,
+        lambda event: event not in copies, copies.discard, eviction,
     )  # fmt: skip
     cache.copies = copies  # type: ignore[attr-defined]
     return cache, pieces, data
@@ -189,12 +194,121 @@ def test_a_buffer_is_not_overwritten_while_a_copy_reads_it(tmp_path):
         for unit in range(12):
             for piece in pieces[unit]:
                 cache.copies.add(piece.rank)  # under way until somebody waits for it
-                view = cache.acquire(piece)
+                ((view, _),) = cache.acquire([piece])
                 views[piece.rank] = (view, data[unit][piece.start : piece.start + piece.nbytes])
-                cache.release(piece, piece.rank)
+                cache.release([piece], [piece.rank])
             for rank in cache.copies:
                 assert torch.equal(*views[rank]), f"piece {rank} was overwritten under its copy"
         assert len(cache.copies) < 24  # it had to wait for some
+    finally:
+        cache.close()
+
+
+def test_bytes_that_were_acquired_stay_until_they_are_released(tmp_path):
+    """Also while other units are used, whose reads need all other buffers."""
+    cache, pieces, data = cache_of(tmp_path, 12, 6 * 8192)
+    try:
+        (first, *_) = pieces[0]
+        ((view, _),) = cache.acquire([first])
+        cache.expect(range(1, 12))  # the first unit is needed no more
+        for piece in (piece for unit in pieces[1:] for piece in unit):
+            cache.acquire([piece])
+            cache.release([piece], [None])
+        assert torch.equal(view, data[0][: first.nbytes])
+        cache.release([first], [None])
+    finally:
+        cache.close()
+
+
+def test_the_pieces_of_a_unit_that_are_in_ram_come_together_and_the_unused_ones_stay(tmp_path):
+    cache, pieces, data = cache_of(tmp_path, 12, 4 * ALIGN)
+    first, second = pieces[0]
+    reads, read = [], cache._read
+    cache._read = lambda piece, *more, **how: (reads.append(piece.rank), read(piece, *more, **how))  # type: ignore[method-assign]
+    try:
+        for found in (cache.acquire(pieces[0]), cache.acquire(pieces[0])):  # nothing is expected
+            assert len(found) == 1 and torch.equal(found[0][0], data[0][:ALIGN])
+            cache.release([first], [])
+        cache.release([first], [])
+        assert len(cache.acquire([second])) == 1
+        cache.release([second], [])
+        found = cache.acquire(pieces[0])
+        assert torch.equal(torch.cat([part for part, _ in found]), data[0])
+        cache.release(pieces[0], [None])  # the second one was not used
+        assert len(cache.acquire([second])) == 1
+        assert reads == [first.rank, second.rank]
+    finally:
+        cache.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(2, 13), st.sampled_from(["belady", "fifo", "priority"]),
+    st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 5), max_size=7), st.booleans()), max_size=12),
+)  # fmt: skip
+def test_any_uses_in_any_expected_order_get_the_bytes_of_the_file(pages, eviction, uses):
+    """Each use: a unit, the order that is expected before it, and whether its copies end at once or late."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache, pieces, data = cache_of(Path(folder), 6, pages * ALIGN, eviction)
+        reading: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of copies that have not ended
+        try:
+            for unit, order, late in uses:
+                if order:
+                    cache.expect(order)
+                rest = pieces[unit]
+                while rest:
+                    copies: list[int | None] = []
+                    for piece, (view, _) in zip(rest, cache.acquire(rest), strict=False):
+                        part = data[unit][piece.start : piece.start + piece.nbytes]
+                        assert torch.equal(view, part)
+                        copies.append(len(reading) if late else None)
+                        if late:
+                            cache.copies.add(len(reading))
+                            reading[len(reading)] = view, part
+                    cache.release(rest[: len(copies)], copies)
+                    rest = rest[len(copies) :]
+                ended = max(reading.keys() - cache.copies, default=-1)  # copies end in order
+                for copy in range(ended + 1, len(reading)):
+                    assert torch.equal(*reading[copy]), "overwritten under its copy"
+                held = sum(buffer.block.data.numel() for buffer in cache.pool.buffers)
+                assert held <= pages * ALIGN
+        finally:
+            cache.close()
+
+
+def test_pieces_that_were_not_used_leave_their_buffers_to_others(tmp_path):
+    cache, pieces, _ = cache_of(tmp_path, 12, LEAST_BUFFERS * ALIGN)
+    done = []
+
+    def acquire_each() -> None:
+        for unit in pieces:
+            cache.acquire(unit[:1])
+            cache.release(unit[:1], [])
+            done.append(unit)
+
+    try:
+        thread = threading.Thread(target=acquire_each, daemon=True)
+        thread.start()
+        thread.join(5)
+        assert len(done) == len(pieces)
+    finally:
+        cache.close()
+
+
+def test_reads_ahead_go_on_in_the_buffers_that_exist_when_fewer_may_exist(tmp_path):
+    cache, pieces, _ = cache_of(tmp_path, 12, 6 * 8192)
+    try:
+        cache.expect(range(12))
+        for piece in itertools.chain(*pieces):
+            cache.acquire([piece])
+            cache.release([piece], [None])
+        cache.hold_back(5 * 8192)
+        missing = next(unit for unit in range(12) if not cache.has(unit))
+        cache.expect([missing])
+        until = time.monotonic() + 5
+        while not cache.has(missing) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert cache.has(missing)
     finally:
         cache.close()
 
@@ -205,11 +319,29 @@ def test_units_that_are_here_are_known(tmp_path):
         cache.expect(range(4))
         for unit in (2, 0):
             for piece in pieces[unit]:
-                found = cache.acquire(piece)
+                ((found, _),) = cache.acquire([piece])
                 assert torch.equal(found, data[unit][piece.start : piece.start + piece.nbytes])
-                cache.release(piece, None)
+                cache.release([piece], [None])
             assert cache.has(unit)
     finally:
         cache.close()
     with pytest.raises(carom.CaromError, match="closed"):
-        cache.acquire(pieces[1][0])
+        cache.acquire(pieces[1])
+
+
+def test_what_is_waited_for_is_read_once_whatever_is_expected(tmp_path):
+    """Reads ahead must not overwrite it before the thread that waits for it has seen it."""
+    cache, pieces, data = cache_of(tmp_path, 12, LEAST_BUFFERS * ALIGN)
+    reads, read, found = [], cache._read, []
+    cache._read = lambda piece, *more, **how: (reads.append(piece.rank), read(piece, *more, **how))  # type: ignore[method-assign]
+    try:
+        cache.expect(range(1, 12))
+        waiting = threading.Thread(
+            target=lambda: found.append(cache.acquire(pieces[0][:1])[0][0]), daemon=True
+        )
+        waiting.start()
+        waiting.join(5)
+        assert reads.count(pieces[0][0].rank) == 1
+        assert torch.equal(found[0], data[0][: pieces[0][0].nbytes])
+    finally:
+        cache.close()

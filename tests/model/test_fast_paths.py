@@ -36,8 +36,10 @@ def test_an_encoder_with_a_padding_mask_takes_its_nested_path(granularity, devic
             carom.stream(model, vram=1, device=device, granularity=granularity)
         except carom.BudgetError as error:
             least = error.least_bytes or 0
-        for vram in (least, 2 * least):
-            with carom.stream(model, vram=vram, device=device, granularity=granularity):
+        # One operator takes all weights of an encoder layer.
+        for vram in (least, 2 * least) if granularity == "block" else (3 * least, 4 * least):
+            with carom.stream(model, vram=vram, device=device, granularity=granularity) as session:
+                assert session.report().slot_bytes > 0, "nothing streams: the test shows nothing"
                 for _ in range(2):
                     assert torch.equal(model(x, src_key_padding_mask=padding), expected[0])
                     assert torch.equal(model(x), expected[1])

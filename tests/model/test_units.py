@@ -145,6 +145,16 @@ def test_what_is_too_large_is_split_until_it_fits():
     assert carve(model, granularity="block", limit=1).largest == whole, "blocks were asked for"
 
 
+def test_weights_of_a_module_that_stands_in_two_places_are_one_unit():
+    layer = nn.Linear(8, 8)
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(layer, nn.Linear(8, 8)), "b": nn.Sequential(layer, nn.Linear(8, 8))}
+    )
+    units = carve(model.requires_grad_(False), granularity="layer").units
+    assert ["a.0.weight", "a.0.bias"] in [[entry.name for entry in unit.entries] for unit in units]
+    assert [unit.modules for unit in units].count([layer]) == 1
+
+
 def test_tied_weights_are_one_unit_entered_by_both_owners():
     model = models.CASES["tied"].build().requires_grad_(False)
     (unit,) = [u for u in carve(model).units if any(e.tensor is model.embed.weight for e in u.entries)]

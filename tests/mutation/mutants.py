@@ -27,98 +27,66 @@ def _of(file: str, *changes: tuple[str, ...]) -> list[Mutant]:
 MUTANTS: list[Mutant] = [
     # -- core: runs, backward passes, slots
     *_of(
-        "core/streaming/streamer.py",
+        "core/streaming/run.py",
         (
-            "into the region.\n        self.engine.synchronize()",
-            "into the region.",
-            "no wait between making the region and the first copy",
-        ),
-        (
-            "if self.held or self.backward.has_uses:",
+            "if self.held or streamer.backward.has_uses:",
             "if False:",
             "uses that are over are not ended at the next one",
         ),
         (
-            "slot.users == 0 and slot.version != unit",
-            "slot.version != unit",
-            "a stale slot is evicted while it is in use",
-        ),
-        ("and slot.version != unit.version()", "and False", "a stale slot is used"),
-        (
-            "except Exception:\n                slot.users -= 1",
-            "except Exception:\n                pass",
-            "a failed acquire leaves its slot in use",
-        ),
-        (
-            "(Exception):\n                    self.engine.synchronize()\n                raise\n",
-            "(Exception):\n                    pass\n                raise\n",
+            "            self.pool.abandon(_get_thread())\n            raise\n",
+            "            raise\n",
             "no wait where an event after a read could not be recorded",
         ),
         (
-            "self.slot_waiters.slot_freed()\n            if slot.users == 0",
-            "if slot.users == 0",
-            "threads that wait for a slot are not woken by a release",
-        ),
-        (
-            "slot.state = SlotState.HELD\n",
-            "slot.state = SlotState.KEPT\n",
+            "held = slot.views.kept_elsewhere() and slot.views.kept_by_model(slot.unit)",
+            "held = False",
             "a slot whose view is kept may be overwritten",
         ),
         (
-            "else:\n            self.engine.wait(slot.copied)",
-            "else:\n            pass",
-            "no wait for the copy in steps that take no times",
-        ),
-        (
-            "if unit.slot is not None:  # another",
-            "if False:  # another",
-            "a unit that another thread brought is brought twice",
-        ),
-        (
-            "self._check_open(unit)  # the session",
-            "pass  # the session",
-            "who waits for a slot is not told of the close",
-        ),
-        (
-            ".target, after, self.link)",
-            ".target, [], self.link)",
+            "target, now.after, streamer.transfer",
+            "target, (), streamer.transfer",
             "a copy does not wait for the last reads of its place",
         ),
         (
-            "        self._freed.add(slot)  # recorded first",
-            "        pass  # recorded first",
-            "the events of an evicted slot's reads are forgotten",
-        ),
-        (
-            "slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())\n                    slot.state",
-            "slot.state",
-            "no event after what was read of a slot that was kept",
-        ),
-        (
-            "            self.engine.synchronize(slot.copied)\n",
-            "",
-            "an optimizer steps weights that are being copied",
-            "what arrives is given up unread, and brought again in another version",
-        ),
-        (
-            "if slot.state is not SlotState.HELD:\n",
-            "if True:\n",
-            "a slot whose view is kept is evicted after a backward",
-        ),
-        (
-            "        self.awaiting_optimizer = True\n        slots =",
-            "        slots =",
+            "if streamer.awaiting_optimizer and unit.backing.trainable:",
+            "if False:",
             "weights that are about to be stepped are brought ahead",
         ),
+        ("if not store.ready(unit.backing):", "if False:", "what is not read yet is brought ahead"),
         (
-            "slot.users = users\n            slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())\n",
-            "slot.users = users\n",
-            "no event after the reads of an interrupted pass",
+            "        if _get_thread() in self.issuing:\n            return",
+            "        if False:\n            return",
+            "a use that ends while a copy is issued issues another one",
         ),
         (
-            "            slot.users = users\n            slot.reads",
-            "            slot.reads",
-            "interrupted: slots stay in use",
+            "if due and due[0] == number:",
+            "if True:",
+            "a use during a copy leaves the wrong fetches due",
+        ),
+        (
+            "            return self._fault(unit, user)\n",
+            "            pass\n",
+            "a thread that waited beside an interrupt reads what was given up",
+        ),
+        (
+            "            self.end((unit, slot, user, False))\n            raise",
+            "            raise",
+            "a run that failed at its beginning is not left",
+        ),
+    ),
+    *_of(
+        "core/streaming/streamer.py",
+        (
+            "the allocator reuses memory.\n        self.engine.synchronize()",
+            "the allocator reuses memory.",
+            "no wait between making the staging memory and the first copy",
+        ),
+        (
+            "                self.engine.synchronize(slot.now.copied)\n",
+            "                pass\n",
+            "an optimizer steps weights that are being copied",
+            "what arrives is given up unread, and brought again in another version",
         ),
         ("state[name] = home.value()", "pass", "a state dict taken in a forward keeps views of slots"),
         (
@@ -133,13 +101,23 @@ MUTANTS: list[Mutant] = [
         ),
         ("            self._gradient_buffers.close()\n", "", "closed: the gradients' buffers stay pinned"),
         (
-            "return not any(unit.in_graphs for unit in self.units)",
-            "return True",
+            "            self.forwards.restore_modules()\n            self.backward.forget()\n            self._",
+            "            self.backward.forget()\n            self._",
+            "closed during a run: views of slots stay in the modules",
+        ),
+        (
+            "            self.pool.abandon(_get_thread())  # threads",
+            "            pass  # threads",
+            "interrupted: threads that wait for room are not told",
+        ),
+        (
+            "return any(unit.in_graphs for unit in self.units)",
+            "return False",
             "weights move though a graph wants them",
         ),
     ),
     *_of(
-        "core/streaming/forward.py",
+        "core/streaming/forwards.py",
         (
             "                streamer.awaiting_optimizer = False\n",
             "                pass\n",
@@ -152,23 +130,17 @@ MUTANTS: list[Mutant] = [
         ),
         ("            streamer.meter.forward_failed()\n", "", "a failed forward counts as a step"),
         (
-            "for unit, slot in reversed(mine.entered[entered:]):",
-            "for unit, slot in ():",
+            "while len(mine.entered) > entered:",
+            "while False:",
             "a run that was not left is not cleaned up",
             "only code that resumes a forward after its root has ended leaves runs to clean up",
         ),
-        ("        self.restore_modules()\n", "", "closed during a run: views of slots stay in the modules"),
         (
-            "            _swap_out(unit)\n            unit.depth = 0\n",
-            "            unit.depth = 0\n",
+            "                unit.hide()\n            unit.depth = 0\n",
+            "                pass\n            unit.depth = 0\n",
             "interrupted: views of slots stay in the modules",
         ),
         ("        mine.entered.clear()\n", "", "interrupted: the thread seems to run a unit for ever"),
-        (
-            "gradient)\n                except Exception:\n                    self._leave(unit, slot)",
-            "gradient)\n                except Exception:\n                    pass",
-            "a run that failed at its beginning is not left",
-        ),
         (
             "                    operators.remove(slot)\n",
             "                    pass\n",
@@ -180,7 +152,7 @@ MUTANTS: list[Mutant] = [
             "what a forward wrote is read before it is on the host",
         ),
         (
-            "            slot.version = unit.version()\n",
+            "            self._streamer.keep_version(slot)\n",
             "            pass\n",
             "after a write the slot is brought again",
             "the host's version was raised by the value that is kept: the slot is brought again, which is slower and right",
@@ -209,7 +181,7 @@ MUTANTS: list[Mutant] = [
             "the last slot of a backward stays in use",
         ),
         (
-            "        self._streamer.end_finished_uses()\n",
+            "        self._streamer.run.end_finished_uses()\n",
             "",
             "at the end of a backward nothing is given back",
             "the next use of any slot ends them; until then nobody asks",
@@ -247,44 +219,17 @@ MUTANTS: list[Mutant] = [
         ("show_host_tensors(False)\n", "pass\n", "after a hook the thread sees host tensors in its passes"),
     ),
     *_of(
-        "core/plan/region.py",
-        (
-            "list(slot.reads.values()) or [slot.copied]",
-            "list(slot.reads.values())",
-            "an unread copy is not waited for",
-        ),
-        (
-            "                left.append((high, end, events))\n",
-            "                pass\n",
-            "events of a stretch's end are lost",
-        ),
-    ),
-    *_of(
-        "core/streaming/prefetch.py",
-        (
-            "slot is guarded or slot.state is held:\n",
-            "slot is guarded:\n",
-            "a slot whose view is kept is chosen to give way",
-        ),
-        (
-            "            if not unit.backing.ready():\n",
-            "            if False:\n",
-            "what is not read yet is brought ahead",
-        ),
-        (
-            "return self._place_of(released) <= place and (",
-            "return True or (",
-            "after a release nothing is looked for though there is room",
-        ),
-    ),
-    *_of(
         "core/streaming/unit.py",
         (
             "self.uses + len(self.saved) * _uses_of_a_view() if self.saved else self.uses",
             "self.uses",
             "a slot that autograd read counts as kept for ever",
         ),
-        ("(storage_uses(self.base) or 0) > own", "False", "a kept view of a slot is not noticed"),
+        (
+            "use_count(storage._cdata) + sys.getrefcount(storage) > own",
+            "False",
+            "a kept view of a slot is not noticed",
+        ),
         (
             "return list(map(_address, self.tensors)) != self.addresses",
             "return False",
@@ -413,12 +358,12 @@ MUTANTS: list[Mutant] = [
             "a block is unpinned while it is copied from",
         ),
         (
-            "self.engine.synchronize(self.engine.copy_out(block.data, self.views(slot).base.detach()))",
-            "self.engine.copy_out(block.data, self.views(slot).base.detach())",
+            "self.engine.synchronize(self.engine.copy_out(block.data, slot.views.base.detach()))",
+            "self.engine.copy_out(block.data, slot.views.base.detach())",
             "unpacked weights are used before they are on the host",
         ),
         (
-            "        finally:\n            self.release(slot)\n",
+            "        finally:\n            with self.lock:\n                self.run.release(slot, (user,))\n",
             "        finally:\n            pass\n",
             "unpacking leaves slots in use",
         ),
@@ -436,19 +381,6 @@ MUTANTS: list[Mutant] = [
             "            file_tensor.accept(kept)\n            self._invalidate(file_tensor)\n",
             "            file_tensor.accept(kept)\n",
             "a written weight is used as it was",
-        ),
-    ),
-    *_of(
-        "core/placement/file_backing.py",
-        (
-            "                    cache.release_unused(piece)\n",
-            "                    pass\n",
-            "a copy that failed keeps its buffer for ever",
-        ),
-        (
-            "                raise\n            cache.release(piece, copied)",
-            "                raise\n            cache.release(piece, None)",
-            "a buffer is read into while it is copied",
         ),
     ),
     *_of(
@@ -472,6 +404,16 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "core/host/host_cache.py",
+        (
+            "            for piece in pieces[len(copies) :]:\n                holding[piece.rank].in_use = False\n",
+            "",
+            "a copy that failed keeps its buffer for ever",
+        ),
+        (
+            "                if copy_event is not None:\n                    buffer.copy_event = copy_event\n",
+            "",
+            "a buffer is read into while it is copied",
+        ),
         (
             "                self._wait_for_copy(oldest.copy_event)\n",
             "",
@@ -587,7 +529,11 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "core/checkpoint/disk_reader.py",
-        ("if priority == handle.priority else 0", "", "a piece that became urgent is read in its old turn"),
+        (
+            "if priority == handle.priority else None",
+            "",
+            "a piece that became urgent is read in its old turn",
+        ),
     ),
     # -- core: layouts
     *_of(
@@ -797,8 +743,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/streaming/vbar_slots.py",
         (
-            "            self._bar.unpin(start, end)\n            raise",
-            "            raise",
+            "            else:\n                self._bar.unpin(*self._homes",
+            "            elif False:\n                self._bar.unpin(*self._homes",
             "a home whose copy failed stays pinned",
         ),
         (

@@ -45,7 +45,10 @@ _SLOTS = [
 _WAITS = ["host/test_pinned_in_flight.py", "streaming/test_late_host_copies.py"]
 TESTS: dict[str, list[str]] = {
     "core/streaming/streamer.py": [
+        "streaming/test_failed_beside_another.py",
+        "streaming/test_uses_during_copies.py",
         *_SLOTS,
+        "streaming/test_prefetch.py",
         "host/test_pinned_in_flight.py",
         "streaming/test_transfers.py",
         "model/test_detach.py",
@@ -53,11 +56,18 @@ TESTS: dict[str, list[str]] = {
         "session/test_set_budget_between.py",
         "placement/test_packed.py",
     ],
-    "core/streaming/forward.py": [*_SLOTS, "model/test_detach.py", "session/test_faults.py"],
+    "core/streaming/run.py": [
+        "streaming/test_failed_beside_another.py",
+        "streaming/test_uses_during_copies.py",
+        *_SLOTS,
+        "placement/test_toy_store.py",
+        "streaming/test_transfers.py",
+        "streaming/test_uses_in_backward.py",
+        "session/test_faults.py",
+    ],
+    "core/streaming/forwards.py": [*_SLOTS, "model/test_detach.py", "session/test_faults.py"],
     "core/streaming/backward.py": [*_SLOTS, "streaming/test_transfers.py", "streaming/test_threads.py"],
     "core/streaming/gradients.py": [*_SLOTS, "session/test_faults.py"],
-    "core/plan/region.py": ["plan/test_region.py", *_SLOTS, "device/test_simulated.py"],
-    "core/streaming/prefetch.py": [*_SLOTS, "streaming/test_prefetch.py", "placement/test_disk.py"],
     "core/streaming/unit.py": [*_SLOTS, "model/test_detach.py", "session/test_faults.py"],
     "core/device/stream_engine.py": ["device/test_stream_engine.py"],
     "core/device/staging.py": ["placement/test_packed_pieces.py", "placement/test_packed.py"],
@@ -154,7 +164,14 @@ def run_tests(root: Path, tests: list[str], timeout: float, log: Path) -> str | 
         import pytest
 
         code = pytest.main(
-            ["-x", "-q", "-p", "no:cacheprovider", "--tb=short", *(f"tests/{test}" for test in tests)]
+            [
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--tb=short",
+                *(test if test.startswith("-") else f"tests/{test}" for test in tests),
+            ]
         )
         sys.stdout.flush()
         os._exit(int(code))

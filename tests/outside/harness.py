@@ -2,7 +2,8 @@
 
 A `Case` is a model and its inputs; a mode says what is trained: "infer" (nothing, no gradients), "frozen" (nothing, gradients
 of the inputs), "lora" (peft's adapters), "full" (all weights, streamed). A budget is "least" (exactly the least that works;
-one byte less must be refused) or "share" (27 % of the weights' bytes, where that is more).
+one byte less must be refused) or "share" (27 % of the weights' bytes, where that is more). Where a model uses several units
+at once that do not fit, the error of its step names a larger budget, which must work.
 
 CAROM_OUTSIDE_SEED and CAROM_OUTSIDE_COUNT choose which samples run by default, and how many of each file.
 `pytest -m slow tests/outside` runs everything.
@@ -33,6 +34,7 @@ MODES = ("infer", "lora", "full")
 BUDGETS = ("least", "share")
 SHARE = 0.27
 STEPS = 2
+MOST_NAMED = 2  # budgets that errors name until one works
 
 
 class Unsupported(Exception):
@@ -159,6 +161,20 @@ def run_streamed(case: Case, mode: str, device: Any, budget: str, count: int = S
             if share <= vram:
                 return None
             vram = share
+    for _ in range(MOST_NAMED):
+        try:
+            return run_within(case, mode, device, vram, count)
+        except carom.BudgetError as error:
+            assert (error.least_bytes or 0) > vram, f"{error.least_bytes} bytes are named after {vram} failed"
+            vram = error.least_bytes or 0
+    return run_within(case, mode, device, vram, count)
+
+
+def run_within(case: Case, mode: str, device: Any, vram: int, count: int) -> Seen:
+    """The same under a budget of ``vram`` bytes."""
+    with deterministic():
+        model = case.build(mode)
+        settings = case.settings(mode)
         before = {name: (p, p.device, p.dtype) for name, p in model.named_parameters()}
         with carom.stream(model, device=device, vram=vram, **settings) as session:
             seen = steps(case, model, mode, count)

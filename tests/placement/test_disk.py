@@ -18,6 +18,7 @@ import carom
 import pytest
 import tests_models as models
 import torch
+from carom.core.device.slot import User
 from safetensors.torch import save_file
 from tests_disk_harness import Faults, on_meta, save, some_ram, some_vram, uniform, within_ram
 from tests_harness import (
@@ -320,8 +321,9 @@ def test_nothing_is_brought_before_what_is_needed_sooner_and_still_read(tmp_path
             if place % 2 == 0:
                 late.intersection_update({following.index})
             brought.append([])
-            there = following.slot is not None
-            streamer.release(streamer.acquire(wanted))
+            there = following.name in {slot.unit for slot in inside(session).slots}
+            user = User(threading.get_ident(), streamer.engine.stream())
+            streamer.run.release(streamer.run.acquire(wanted, user), (user,))
             if place % 2 == 0 and not there:
                 assert set(brought[-1]) <= {wanted.index}
                 held_back += 1

@@ -8,8 +8,11 @@ import carom
 import pytest
 import tests_disk_harness as disk
 import torch
-from carom.core.checkpoint.disk_reader import DiskReader, as_bytes
+from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.device.simulated import SimulatedEngine
+from carom.core.host.host_cache import HostCache
+from carom.core.placement.file_backing import FileBacking
+from carom.core.placement.file_reads import FileReads
 from tests_inside import inside
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,7 +23,7 @@ X = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
 def watched(monkeypatch):
     """A read into memory from which a copy is still to land raises. Yields the engines that were made."""
     engines: list[SimulatedEngine] = []
-    make, submit, copy_in = SimulatedEngine.__init__, DiskReader.submit_range, SimulatedEngine.copy_in
+    make, submit, copy_in = SimulatedEngine.__init__, DiskReader.submit_reads, SimulatedEngine.copy_in
 
     def init(self, config):
         make(self, config)
@@ -32,18 +35,17 @@ def watched(monkeypatch):
         self.under_way.append((self._in.issued + 1, low, low + source.numel()))
         return copy_in(self, target, source, after, timed)
 
-    def watched_submit(self, file, offset, nbytes, into, **more):
-        memory = torch.frombuffer(as_bytes(into), dtype=torch.uint8)
-        start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    def watched_submit(self, reads, target, *more):
+        start, end = target.address, target.address + len(target.view)
         for engine in engines:
             engine.under_way = [copy for copy in engine.under_way if copy[0] > engine._in.done]
             for _, low, high in engine.under_way:
                 assert not (start < high and low < end), "read into while it is copied"
-        return submit(self, file, offset, nbytes, into, **more)
+        return submit(self, reads, target, *more)
 
     monkeypatch.setattr(SimulatedEngine, "__init__", init)
     monkeypatch.setattr(SimulatedEngine, "copy_in", noted)
-    monkeypatch.setattr(DiskReader, "submit_range", watched_submit)
+    monkeypatch.setattr(DiskReader, "submit_reads", watched_submit)
     return engines
 
 
@@ -118,3 +120,31 @@ def test_a_copy_that_failed_leaves_its_buffer_to_others(tmp_path, monkeypatch):
             assert len(failed) >= 10
             for _ in range(2):
                 assert torch.equal(empty(X), expected)
+
+
+@pytest.mark.parametrize("meanwhile", ["units were used lately", "a use ends"])
+def test_what_a_pass_waits_for_is_read_first(tmp_path, monkeypatch, meanwhile):
+    loaded, empty, path, size = disk.uniform(tmp_path)
+    acquire, fetch, first = HostCache.acquire, FileBacking.fetch, []
+
+    def noted(self, pieces):
+        buffer = self.pool.holding.get(pieces[0].rank)
+        if buffer is None or not buffer.ready:
+            order = self._use_order  # and what of it was not used
+            first.append((pieces[0].unit, order._order[order._place].unit))
+        return acquire(self, pieces)
+
+    def while_a_use_ends(self, *arguments):
+        # The collector may end a use here, after which the units to come are told to the store.
+        self.runtime.read_ahead()
+        return fetch(self, *arguments)
+
+    monkeypatch.setattr(HostCache, "acquire", noted)
+    if meanwhile == "units were used lately":
+        monkeypatch.setattr(FileReads, "_not_used_lately", lambda self, upcoming: [])
+    else:
+        monkeypatch.setattr(FileBacking, "fetch", while_a_use_ends)
+    with torch.no_grad(), carom.stream(empty, device="cpu", vram=size // 4, ram=size // 4, weights=path):
+        for _ in range(2):
+            assert torch.equal(empty(X), loaded(X))
+    assert all(unit == read for unit, read in first)

@@ -13,8 +13,7 @@ from carom.core.host import arena
 from carom.core.host.arena import HostArena
 from carom.core.model.units import carve
 from carom.core.placement import block_fill, placement
-from carom.core.placement.host_copies import fingerprint
-from carom.core.placement.host_store import HostStore
+from carom.core.placement.host_copies import HostStore, fingerprint
 from carom.core.placement.pinned_tier import PinnedTier
 from carom.core.placement.resident_placer import ResidentPlacer
 from hypothesis import given, settings

@@ -196,11 +196,11 @@ def test_a_compiled_module_sees_plain_weights(tmp_path, how):
 
 
 def test_an_interrupt_while_residents_are_read_leaves_a_session_that_works(tmp_path, monkeypatch):
-    from carom.core.checkpoint.read_handle import ReadHandle
+    from carom.core.checkpoint.read_handle import SubmittedRead
 
     loaded, empty, path, nbytes = uniform(tmp_path)
     x = torch.ones(1, 64)
-    result, calls = ReadHandle.result, {"n": 0}
+    result, calls = SubmittedRead.result, {"n": 0}
 
     def interrupted(self: Any, timeout: float | None = None) -> int:
         calls["n"] += 1
@@ -209,7 +209,7 @@ def test_an_interrupt_while_residents_are_read_leaves_a_session_that_works(tmp_p
         return result(self, timeout)
 
     with carom.stream(empty, device="cpu", vram=2 * nbytes, weights=path, ram="100KiB"), torch.no_grad():
-        monkeypatch.setattr(ReadHandle, "result", interrupted)
+        monkeypatch.setattr(SubmittedRead, "result", interrupted)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 empty(x)

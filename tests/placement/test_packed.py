@@ -16,7 +16,7 @@ import torch
 from carom.core.codec.unit_decoder import UnitDecoder
 from carom.core.common.errors import UnsupportedError
 from carom.core.device.make_engine import make_engine
-from carom.core.device.simulated import SimulatedRaceError
+from carom.core.device.simulated import SimulatedEngine, SimulatedRaceError
 from carom.core.device.staging import Staging
 from carom.core.placement import packed_tier
 from carom.core.placement import packer as packing
@@ -300,6 +300,25 @@ def test_staging_is_overwritten_only_after_it_was_unpacked(device, monkeypatch):
     ):
         for _ in range(3):
             model(inputs())
+
+
+def test_the_staging_memory_is_nobodys_any_more_when_the_first_copy_comes(monkeypatch):
+    """What the allocator hands out may still be in use by streams that it was not told of."""
+    calls: list[str] = []
+
+    def note(name: str) -> Any:
+        function = getattr(SimulatedEngine, name)
+        return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
+
+    for name in ("allocate", "synchronize", "copy_in"):
+        monkeypatch.setattr(SimulatedEngine, name, note(name))
+    model, _ = model_and_copy()
+    with carom.stream(model, device=carom.SimulatedDevice(), vram=VRAM, codec="lossless") as session:
+        with torch.no_grad():
+            model(inputs())
+        assert session.report().packed_units
+    until = calls.index("copy_in")
+    assert "synchronize" in calls[max(i for i in range(until) if calls[i] == "allocate") : until]
 
 
 def test_a_slot_is_unpacked_to_only_after_its_last_read():

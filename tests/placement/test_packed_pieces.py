@@ -174,6 +174,15 @@ def test_pieces_hold_every_tensor_once_and_are_no_larger_than_asked_for(sizes, m
     assert sum(len(piece.decoder.entries) for piece in pieces) == len(sizes)
 
 
+def test_a_half_that_is_a_few_bytes_larger_than_the_one_before_it_waits_for_that_one_only():
+    ring, found = Staging(make_engine("cpu"), 4096), []
+    for number, nbytes in enumerate((1000, 1010, 1020, 1000)):
+        piece, after = ring.take(nbytes, in_halves=True)
+        ring.release_after(number)
+        found.append((piece.data_ptr() - ring.memory.data_ptr(), after))
+    assert found == [(0, []), (2048, []), (0, [0]), (2048, [1])]
+
+
 @pytest.mark.parametrize(
     "ring, pieces", [(2048, []), (1536, [(0, 512), (512, 1024)]), (1024, [(0, 512), (512, 1024)])]
 )

@@ -17,7 +17,7 @@ import torch
 from carom.core.codec.unit_decoder import RawEntry
 from carom.core.device.simulated import SimulatedRaceError
 from carom.core.placement import packed_residents
-from carom.core.plan.predict import Link, PackedTransfer, Workload, predict
+from carom.core.plan.predict import Link, PackedTransfer, Workload
 from carom.core.plan.residency import (
     UnitSize,
     Wish,
@@ -29,7 +29,7 @@ from carom.core.plan.residency import (
 from carom.core.session import measured_planner as advice
 from carom.core.session.planner import Planner
 from carom.core.session.session import Session
-from carom.core.streaming import streamer
+from carom.core.streaming import run
 from hypothesis import given
 from hypothesis import strategies as st
 from tests_harness import SIMULATED, assert_same, infer, train
@@ -38,6 +38,7 @@ from tests_limits import pack_small_weights
 from tests_models import WIDE, WideModel
 from tests_models import wide_inputs as inputs
 from tests_pairwise import each
+from tests_schedule_cases import predicted
 from torch import nn
 
 DEVICES = {name: dataclasses.replace(device, unpacks=True) for name, device in SIMULATED.items()}
@@ -253,7 +254,7 @@ def test_of_what_trains_and_stays_packed_only_what_trains_crosses_and_once_a_ste
             index: PackedTransfer(0 if unit.on_device else unit.wire_bytes, unit.nbytes / 5e9)
             for index, unit in zip(inside(session).layout.streamed_indices(), streamed, strict=True)
         }
-        found = predict(
+        found = predicted(
             [piece.nbytes for piece in pieces], session.plan.resident, session.plan.region_bytes,
             learnt.workload(pieces, advice.blocks(model)), Link(1e9, 0.0), packed=packed,
         )  # fmt: skip
@@ -453,10 +454,10 @@ def _work(count: int, seconds: float) -> Workload:
 def test_a_unit_that_stays_packed_takes_the_link_no_time():
     sizes, work, link = [100 * MIB] * 4, _work(4, 1e-3), Link(10e9)
     here = dict.fromkeys(range(4), PackedTransfer(0, 1e-4))
-    step = predict(sizes, (), 2 * sizes[0], work, link, packed=here)
+    step = predicted(sizes, (), 2 * sizes[0], work, link, packed=here)
     assert (step.wire_bytes, step.transfers) == (0, 0)
     assert step.seconds == pytest.approx(4 * (1e-3 + 1e-4), rel=0.01), "unpacking slows the kernels beside it"
-    some = predict(sizes, (), 2 * sizes[0], work, link, packed={0: here[0], 2: here[2]})
+    some = predicted(sizes, (), 2 * sizes[0], work, link, packed={0: here[0], 2: here[2]})
     assert some.wire_bytes == 2 * sizes[0] and some.seconds == pytest.approx(
         2 * link.seconds(sizes[0]), rel=0.1
     )
@@ -475,7 +476,7 @@ def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device,
             assert session.report().resident_packed_units >= 2
             with monkeypatch.context() as patch:
                 if fails:
-                    patch.setattr(streamer.Streamer, "acquire", _refuses)
+                    patch.setattr(run.Run, "acquire", _refuses)
                 inside(session).placement.tier.unpack(
                     inside(session).streamer, inside(session).placement.streamed
                 )
@@ -542,14 +543,13 @@ def test_residents_that_pack_less_than_expected_stay_as_they_are():
 
 @pytest.mark.parametrize("codec", ["lossless", "raw"])
 def test_the_region_is_given_back_after_training(codec):
-    """Where looking ahead ended in a backward is remembered with a slot, whose views must not keep the region."""
+    """What is due after a backward must not keep the region."""
     model, _ = model_and_copy(adapted=True)
     with carom.stream(
         model, device=carom.SimulatedDevice(unpacks=True), vram=VRAM, codec=codec, granularity="block"
     ) as session:
         for seed in range(3):
             model(inputs(seed)).float().pow(2).mean().backward()
-        assert inside(session).streamer.prefetcher._stuck[2] is not None, "it ended at a slot that was spared"
         session.park()
         assert inside(session).engine.allocated == 0
         model(inputs()).float().pow(2).mean().backward()

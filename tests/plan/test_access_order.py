@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from carom.core.plan.access_order import NEVER, AccessOrder
+from carom.core.plan.schedule_follower import AccessOrder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ def feed(order: AccessOrder, sequence) -> list[bool]:
 def test_registration_order_is_expected_before_anything_is_known():
     order = AccessOrder([3, 1, 2])
     assert list(order.upcoming()) == [3, 1, 2]
-    assert [order.next_use(unit) for unit in (3, 1, 2, 0)] == [1, 2, 3, NEVER]
     assert feed(order, [(3, False), (1, False), (2, False)]) == [True] * 3
     assert order.surprises == 0
 
@@ -44,18 +43,6 @@ def test_what_is_upcoming_is_what_comes(period, data):
     expected = (period[done:] + period * 8)[: len(period)]
     assert list(order.upcoming())[: len(period)] == expected[: len(list(order.upcoming()))]
     assert len(list(order.upcoming())) >= 1
-    for unit in set(expected):
-        found = order.next_use(unit)
-        assert found == NEVER or found == expected.index(unit) + 1
-
-
-@settings(deadline=None, max_examples=150)
-@given(accesses, units)
-def test_next_use_agrees_with_upcoming(sequence, unit):
-    order = AccessOrder(range(4))
-    feed(order, sequence)
-    upcoming = list(order.upcoming())
-    assert order.next_use(unit) == (upcoming.index(unit) + 1 if unit in upcoming else NEVER)
 
 
 @settings(deadline=None, max_examples=150)
@@ -124,7 +111,7 @@ def test_an_old_order_is_remembered_after_another():
 def test_after_an_unknown_unit_nothing_is_expected():
     order = AccessOrder([0, 1])
     order.access(5)
-    assert list(order.upcoming()) == [] and order.next_use(0) == NEVER
+    assert list(order.upcoming()) == []
 
 
 def test_the_memory_is_bounded_and_the_order_survives_forgetting():
@@ -139,6 +126,20 @@ def test_the_memory_is_bounded_and_the_order_survives_forgetting():
     assert order.surprises == surprises
 
 
+def test_uses_that_were_seen_are_known_after_the_guessed_ones_were_forgotten():
+    order = AccessOrder(range(3), limit=8)
+    for unit in (2, 0, 1) * 9:
+        order.access(unit)
+    assert [unit for unit, _ in order.uses()] == [2, 0, 1]
+
+
+def test_of_a_pass_that_is_longer_than_the_memory_the_latest_uses_are_known():
+    order = AccessOrder((), limit=4)
+    for unit in range(9):
+        order.access(unit)
+    assert [unit for unit, _ in order.pass_uses()] == [5, 6, 7, 8]
+
+
 def test_an_access_costs_the_same_however_long_the_run():
     import time
 
@@ -150,7 +151,6 @@ def test_an_access_costs_the_same_however_long_the_run():
         started = time.perf_counter()
         for unit, backward in period * periods:
             order.access(unit, backward)
-            order.next_use((unit + 30) % 60)
             next(order.upcoming())
         return (time.perf_counter() - started) / periods
 

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from carom.core.device.simulated import SimulatedDevice, SimulatedEngine
+from carom.core.device.slot import User
 from carom.core.host.arena import HostArena
 from carom.core.metrics.meter import Meter
 from carom.core.model import managed_tensor
 from carom.core.model.units import Unit
-from carom.core.placement.host_store import HostStore
+from carom.core.placement.host_copies import HostStore
 from carom.core.placement.pinned_tier import PinnedBacking, PinnedTier
-from carom.core.plan.predict import LaunchSeconds, Link, Workload, predict
+from carom.core.plan.predict import Fetches, LaunchSeconds, Link, Workload, predict
 from carom.core.plan.residency import resident_cost
+from carom.core.streaming import run
 from carom.core.streaming import streamer as streamers
+from carom.core.streaming import unit as unit_file
 from carom.core.streaming.unit import Views
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_schedule_cases import predicted
 
 RATE, LATENCY = 1e9, 12e-6
 
 
 def simulated_steps(monkeypatch, sizes, resident, region, workload, steps=9, skip=4):
-    """Mean seconds and copies of a step when the real streamer runs it on the simulated device."""
+    """Mean seconds and copies of a step when the real streamer runs it on the simulated device, and what predicts them."""
     engine = SimulatedEngine(
         SimulatedDevice(
             timing="early",
@@ -32,7 +38,7 @@ def simulated_steps(monkeypatch, sizes, resident, region, workload, steps=9, ski
     )
 
     # These units have bytes, and no tensors.
-    monkeypatch.setattr(streamers, "make_views", lambda unit, base: Views(base, base, [], None))
+    monkeypatch.setattr(unit_file, "make_views", lambda unit, base: Views(base, base, [], None))
     arena = HostArena(engine.pinner, None)
     tier = PinnedTier(engine, HostStore(arena, None, {}))
     streamer = streamers.Streamer(engine, region, Meter(engine), tier)
@@ -49,12 +55,16 @@ def simulated_steps(monkeypatch, sizes, resident, region, workload, steps=9, ski
     compute = engine._streams["compute"]
     phase = [False]
     monkeypatch.setattr(managed_tensor, "in_backward", lambda: phase[0])
+    monkeypatch.setattr(run, "_graph_task", lambda: 0 if phase[0] else -1)
+    user = User(threading.get_ident(), engine.stream())
     count = len(sizes)
     uses = workload.uses()
     half = len(workload.order)
     times = []
     for _ in range(steps):
         begin, copies = compute.clock, engine.copies
+        phase[0] = False
+        streamer.follower.expect_pass()
         for place, use in enumerate(uses):
             phase[0] = use.backward
             if use.unit not in streamed:
@@ -62,12 +72,18 @@ def simulated_steps(monkeypatch, sizes, resident, region, workload, steps=9, ski
                 continue
             # In the backward a unit's last use is autograd's, what comes before it recomputation.
             again = place >= half and use.unit in {u.unit for u in uses[place + 1 : place + 1 + count]}
-            slot = streamer.acquire(streamed[use.unit], use.backward and not again)
+            slot = streamer.run.acquire(streamed[use.unit], user, use.backward and not again)
             compute.clock += use.seconds
-            streamer.release(slot)
+            streamer.run.release(slot, (user,))
         times.append((compute.clock - begin, engine.copies - copies))
     kept = times[skip:]
-    return sum(t for t, _ in kept) / len(kept), sum(c for _, c in kept) / len(kept)
+    means = sum(t for t, _ in kept) / len(kept), sum(c for _, c in kept) / len(kept)
+    schedule, fetches = streamer.follower.schedule, Fetches()
+    if schedule is not None:
+        index = {place: index for index, place in places.items()}
+        units = [index[place] for place in schedule.unit_of]
+        fetches = Fetches(schedule.order.uses, schedule.after, schedule.before, units, schedule.laps)
+    return *means, predict(sizes, resident, region, workload, Link(RATE, LATENCY), fetches)
 
 
 KB = 1024
@@ -105,8 +121,7 @@ def test_predicted_and_simulated_steps_agree(monkeypatch, kind, slots, share):
     workload = Workload(tuple(range(3 * count)), forward, backward, groups)
     resident = {unit for unit in range(3 * count) if share and unit % 2}
     region = int(max(sizes) * slots)
-    predicted = predict(sizes, resident, region, workload, Link(RATE, LATENCY))
-    simulated, copies = simulated_steps(monkeypatch, sizes, resident, region, workload)
+    simulated, copies, predicted = simulated_steps(monkeypatch, sizes, resident, region, workload)
     assert predicted.seconds == pytest.approx(simulated, rel=0.02)
     assert predicted.transfers == pytest.approx(copies, rel=0.06, abs=1)
 
@@ -116,8 +131,7 @@ def test_predicted_and_simulated_steps_agree(monkeypatch, kind, slots, share):
 def test_units_of_one_size_are_predicted_exactly(problem):
     sizes, resident, region, workload = problem
     with pytest.MonkeyPatch.context() as patch:
-        simulated, copies = simulated_steps(patch, sizes, resident, region, workload)
-    predicted = predict(sizes, resident, region, workload, Link(RATE, LATENCY))
+        simulated, copies, predicted = simulated_steps(patch, sizes, resident, region, workload)
     assert predicted.seconds == pytest.approx(simulated, rel=0.03)
     assert abs(predicted.transfers - copies) <= 1
 
@@ -127,7 +141,7 @@ def test_units_of_one_size_are_predicted_exactly(problem):
 def test_a_step_is_never_faster_than_its_computing_nor_than_its_copies(problem):
     sizes, resident, region, workload = problem
     link = Link(RATE, LATENCY)
-    found = predict(sizes, resident, region, workload, link)
+    found = predicted(sizes, resident, region, workload, link)
     compute = sum(workload.phases)
     assert found.seconds >= compute * (1 - 1e-9)
     assert found.seconds == pytest.approx(compute + found.stall_seconds)
@@ -146,14 +160,14 @@ def test_a_step_is_never_faster_than_its_computing_nor_than_its_copies(problem):
 @given(problems())
 def test_a_device_that_waits_for_its_copies_takes_both_times(problem):
     sizes, resident, region, workload = problem
-    found = predict(sizes, resident, region, workload, Link(RATE, LATENCY, blocking=True))
+    found = predicted(sizes, resident, region, workload, Link(RATE, LATENCY, blocking=True))
     wire = found.wire_bytes / RATE + found.transfers * LATENCY
     assert found.seconds == pytest.approx(sum(workload.phases) + wire, rel=0.01, abs=2 * LATENCY)
 
 
 def test_everything_resident_takes_its_computing_and_moves_nothing():
     workload = Workload((0, 1), (1.0, 2.0), (3.0, 4.0), ((0,), (1,)))
-    found = predict([10, 20], {0, 1}, 0, workload, Link(RATE))
+    found = predicted([10, 20], {0, 1}, 0, workload, Link(RATE))
     assert (found.seconds, found.phases, found.wire_bytes, found.stall_seconds) == (13.0, (3.0, 10.0), 0, 0.0)
 
 
@@ -168,8 +182,8 @@ def test_a_pause_between_steps_hides_the_first_copies():
     rested = Workload((0, 1, 2, 3), (1e-5,) * 4, pause=1.0)
     link = Link(RATE)
     region = 200 * KB
-    busy = predict(sizes, (), region, workload, link).seconds
-    assert predict(sizes, (), region, rested, link).seconds < 0.6 * busy
+    busy = predicted(sizes, (), region, workload, link).seconds
+    assert predicted(sizes, (), region, rested, link).seconds < 0.6 * busy
 
 
 @pytest.mark.parametrize(
@@ -181,8 +195,8 @@ def test_a_pause_between_steps_hides_the_first_copies():
         lambda: Workload((0,), (float("nan"),)),
         lambda: Workload((0, 1), (1.0, 1.0), (1.0,)),
         lambda: Workload((0, 1), (1.0, 1.0), (1.0, 1.0), ((0, 1), (1,))),
-        lambda: predict([10, 20], (), 15, Workload((0, 1), (1.0, 1.0)), Link(RATE)),
-        lambda: predict([10], (), 15, Workload((0, 1), (1.0, 1.0)), Link(RATE)),
+        lambda: predict([10, 20], (), 15, Workload((0, 1), (1.0, 1.0)), Link(RATE), Fetches()),
+        lambda: predict([10], (), 15, Workload((0, 1), (1.0, 1.0)), Link(RATE), Fetches()),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(make):
@@ -211,8 +225,8 @@ def issued(streamed, resident=0.0):
 def test_a_host_that_takes_no_time_changes_nothing(problem):
     sizes, resident, region, workload = problem
     link = Link(RATE, LATENCY)
-    without = predict(sizes, resident, region, workload, link)
-    with_host = predict(sizes, resident, region, workload, link, host=issued(0.0))
+    without = predicted(sizes, resident, region, workload, link)
+    with_host = predicted(sizes, resident, region, workload, link, host=issued(0.0))
     assert with_host.seconds == pytest.approx(without.seconds) and not with_host.host_bound
 
 
@@ -221,8 +235,8 @@ def test_a_host_that_takes_no_time_changes_nothing(problem):
 def test_a_step_is_never_faster_than_the_host_issues_it_nor_made_faster_by_a_slow_one(problem, seconds):
     sizes, resident, region, workload = problem
     link = Link(RATE, LATENCY)
-    without = predict(sizes, resident, region, workload, link, steps=STEPS)
-    found = predict(sizes, resident, region, workload, link, steps=STEPS, host=issued(seconds, seconds / 2))
+    without = predicted(sizes, resident, region, workload, link, steps=STEPS)
+    found = predicted(sizes, resident, region, workload, link, steps=STEPS, host=issued(seconds, seconds / 2))
     uses = workload.uses()
     calls = sum(seconds / 2 if use.unit in resident else seconds for use in uses)
     assert found.host_seconds == pytest.approx(calls)
@@ -235,7 +249,7 @@ def test_a_step_is_never_faster_than_the_host_issues_it_nor_made_faster_by_a_slo
 
 def test_a_slow_host_costs_residents_too():
     work = Workload((0, 1), (1e-5, 1e-5))
-    found = predict([512, 512], {0, 1}, 0, work, Link(RATE), host=issued(1e-3, 4e-4))
+    found = predicted([512, 512], {0, 1}, 0, work, Link(RATE), host=issued(1e-3, 4e-4))
     assert found.seconds == pytest.approx(8e-4) and found.host_bound and found.transfers == 0
-    fast = predict([512, 512], {0, 1}, 0, work, Link(RATE), host=issued(1e-6, 1e-6))
+    fast = predicted([512, 512], {0, 1}, 0, work, Link(RATE), host=issued(1e-6, 1e-6))
     assert fast.seconds == pytest.approx(2e-5) and not fast.host_bound

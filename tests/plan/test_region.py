@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from carom.core.plan.region import ALIGN, FreedRanges, Region, Slot, SlotState
+from carom.core.plan.region import ALIGN, Region, Slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,10 +39,8 @@ def test_slots_never_overlap_and_stay_inside(sizes, room, seed):
     chance = random.Random(seed)
     region = Region(max(max(sizes), room * ALIGN), max(sizes))
     for nbytes in sizes:
-        for slot in region.slots:
-            slot.state = chance.choice([SlotState.IN_USE, SlotState.KEPT])
-        use = {id(slot): None if slot.state is SlotState.IN_USE else chance.random() for slot in region.slots}
-        must = [slot for slot in region.slots if slot.state is SlotState.IN_USE]
+        use = {id(slot): chance.choice([None, chance.random()]) for slot in region.slots}
+        must = [slot for slot in region.slots if use[id(slot)] is None]
         put(region, nbytes, lambda slot, use=use: use[id(slot)])
         consistent(region)
         assert all(slot in region.slots for slot in must), "a slot that must stay was given away"
@@ -132,37 +130,3 @@ def test_one_large_unit_leaves_small_ones_their_room(small, times, extra, seed):
     assert len(region.slots) >= 2 * ((largest - part) // part), "all but what would leave the largest no room"
     for used in list(region.slots):
         assert region.place(largest, [None if slot is used else 1.0 for slot in region.slots]) is not None
-
-
-def gone(offset: int, nbytes: int, *reads: str, copied: str = "copied") -> Slot:
-    slot = Slot(object(), offset, nbytes)
-    slot.copied = copied
-    slot.reads = dict(enumerate(reads))
-    return slot
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=12), st.integers(0, 10**6))
-def test_a_copy_waits_for_whoever_last_read_each_of_its_bytes(slots, seed):
-    """Beside a table of single bytes: what is overwritten is waited for once, all around it still."""
-    chance = random.Random(seed)
-    freed, table = FreedRanges(), {byte: set() for byte in range(64)}
-    for number, (offset, nbytes) in enumerate(slots):
-        low = chance.randrange(50)
-        high = low + chance.randint(1, 12)
-        after, left = freed.events_over(low, high)
-        assert set(after) == set().union(*(table[byte] for byte in range(low, high)))
-        assert set(freed.events_over(low, high)[0]) == set(after), "a copy that was not issued took them away"
-        freed = left
-        table.update({byte: set() for byte in range(low, high)})
-        freed.add(gone(offset, nbytes, f"read {number}"))
-        for byte in range(offset, offset + nbytes):
-            table[byte].add(f"read {number}")
-
-
-def test_bytes_that_nobody_read_are_waited_for_until_they_are_there():
-    freed = FreedRanges()
-    freed.add(gone(0, 512))
-    freed.add(gone(512, 512, "left", "right", copied="long since"))
-    assert freed.events_over(0, 512)[0] == ["copied"]
-    assert freed.events_over(512, 1024)[0] == ["left", "right"]

@@ -125,6 +125,15 @@ def test_a_region_that_exceeds_the_capacity_is_named():
     assert broken_rule(dataclasses.replace(table, capacity=table.capacity - 1)).rule == "S1"
 
 
+def test_packed_bytes_that_stay_count_for_the_capacity():
+    units = (UnitCost(SIZE, packed=ALIGN), UnitCost(SIZE))
+    ways = (Way.CACHED_PACKED, Way.STREAMED_RAW)
+    fits = 2 * SIZE + ALIGN
+    table = Schedule(UseOrder((0, 1)), units, fits, ALIGN, ways, 2 * SIZE, 0, (0, SIZE), ((), ()), {})
+    check_schedule(table)
+    assert broken_rule(dataclasses.replace(table, capacity=fits - 1)).rule == "S1"
+
+
 def test_a_place_that_is_shifted_onto_a_unit_in_use_is_named():
     order = UseOrder((0, 1, 2, 3), (1, 1, 3, 3))  # 0 is used around 1, and 2 around 3
     units = tuple(UnitCost(SIZE) for _ in range(4))

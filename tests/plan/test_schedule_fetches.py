@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import UseOrder
-from carom.core.plan.schedule_fetches import Fetch, Visit, find_visits, in_order_of_need, required_fetches
+from carom.core.plan.schedule_region import Fetch, Visit, find_visits, in_order_of_need, required_fetches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from carom.core.plan.region import ALIGN
-from carom.core.plan.schedule_offsets import next_uses, place_units
+from carom.core.plan.schedule_region import next_uses, place_units
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,9 +6,9 @@ from carom.core.plan.predict import Link
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import Times, UnitCost, UseOrder, Way
 from carom.core.plan.schedule_check import check_schedule
-from carom.core.plan.schedule_fetches import find_visits
 from carom.core.plan.schedule_maker import make_schedule
 from carom.core.plan.schedule_phases import place_by_phase
+from carom.core.plan.schedule_region import find_visits
 from carom.core.plan.schedule_seconds import predict_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,3 +117,16 @@ def test_any_phases_keep_every_rule(data):
     assert places.keys() == set(uses)
     assert all(offset >= 0 and offset + sizes[unit] <= room[1] for unit, offset in places.items())
     assert all(offset % ALIGN == 0 for offset in places.values())
+
+
+def test_phases_are_laid_out_raw_where_packed_units_would_leave_no_region():
+    """The other schedules keep the large units, so they need less staging memory and a smaller region."""
+    mebibyte, phases = 1 << 20, ((0, 1) * 3, (2, 3, 4, 5) * 3)
+    order = UseOrder(sum(phases, ()), phases=(0, 6))
+    sizes = ((1, 0.5), (1, 0.5), (16, 0), (4, 2), (16, 11.04), (4, 2.76))
+    units = [UnitCost(raw * mebibyte, int(packed * mebibyte)) for raw, packed in sizes]
+    compute = tuple(0.001 * int(busy) for busy in "110101010101101011")
+    times = Times(Link(1e9), compute, decode_bytes_per_second=1e11)
+    schedule = make_schedule(order, units, 38 * mebibyte, times, mebibyte)
+    check_schedule(schedule)
+    assert set(schedule.ways) == {Way.STREAMED_RAW}

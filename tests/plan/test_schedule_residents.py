@@ -7,7 +7,7 @@ from carom.core.common.sizes import MIB
 from carom.core.plan.region import ALIGN
 from carom.core.plan.residency import GRAIN, resident_cost
 from carom.core.plan.schedule import UnitCost, UseOrder
-from carom.core.plan.schedule_residents import bit_reversed, enclosing_zone, prefix_costs, resident_order
+from carom.core.plan.schedule_ways import bit_reversed, enclosing_zone, prefix_costs, resident_order
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from carom.core.plan.predict import Link, Workload, predict
+from carom.core.plan.predict import Link
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import Schedule, Times, UnitCost, Way
 from carom.core.plan.schedule_maker import make_schedule
@@ -84,15 +84,3 @@ def test_packed_bytes_on_the_device_cross_no_link():
 def test_a_host_that_issues_crossings_slowly_binds_the_cycle():
     schedule = turns(offsets=(0, 0), after=((1,), (0,)))
     assert seconds(schedule, COPY, host_seconds=50 * COPY) == pytest.approx(100 * COPY, rel=0.05)
-
-
-@pytest.mark.parametrize("factor", [0.2, 0.8, 1.5])
-@pytest.mark.parametrize("slots", [2, 3])
-def test_a_ring_is_predicted_as_by_the_prediction_of_todays_engine(factor, slots):
-    """Both machines are the same, and for equal units in a ring so are the decisions, but for what a cycle keeps."""
-    count = 12
-    compute = (factor * COPY,) * count
-    units, times = [UnitCost(SIZE)] * count, Times(Link(1e9, 0.0), compute)
-    schedule = make_schedule(forward(count), units, slots * SIZE, times, ALIGN)
-    today = predict([SIZE] * count, (), slots * SIZE, Workload(tuple(range(count)), compute), Link(1e9, 0.0))
-    assert predict_schedule(schedule, times).seconds == pytest.approx(today.seconds, rel=0.1)

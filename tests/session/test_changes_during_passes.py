@@ -206,11 +206,11 @@ def test_nothing_is_collected_while_the_stacks_of_threads_are_read(monkeypatch):
     monkeypatch.setattr(sys, "_current_frames", lambda: (collects.append(gc.isenabled()), frames())[1])
     with torch.no_grad(), streamed(model, "cpu") as session:
         model(X)
-        inside(session).streamer.runs.local.mine.roots.append(0)  # as if another thread ran a pass
+        inside(session).streamer.forwards.local.mine.roots.append(0)  # as if another thread ran a pass
         thread = threading.Thread(target=session.set_budget, args=(N // 2,))
         thread.start()
         thread.join(60)
-        inside(session).streamer.runs.local.mine.roots.clear()
+        inside(session).streamer.forwards.local.mine.roots.clear()
     assert collects and not any(collects) and gc.isenabled()
 
 
@@ -218,8 +218,8 @@ def test_a_count_that_an_interrupt_left_behind_lets_nobody_wait():
     model = net()
     with torch.no_grad(), streamed(model, "cpu") as session:
         model(X)
-        inside(session).streamer.runs.local.mine.roots.append(0)
+        inside(session).streamer.forwards.local.mine.roots.append(0)
         session.park()
         model(X)
-        inside(session).streamer.runs.local.mine.roots.append(0)
+        inside(session).streamer.forwards.local.mine.roots.append(0)
     assert session.closed

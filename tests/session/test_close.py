@@ -127,6 +127,25 @@ def test_close_restores_the_module_although_waiting_for_the_device_fails(kind, s
     case.check()
 
 
+@pytest.mark.parametrize("call", [1, 2])
+def test_close_tells_of_an_error_of_the_device_that_comes_only_once(call, tmp_path):
+    case = Case("streamed", tmp_path)
+    engine, calls = inside(case.session).engine, [0]
+
+    def synchronize(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            raise Refused("injected")
+        return type(engine).synchronize(engine, *args)
+
+    engine.synchronize = synchronize
+    with pytest.raises(Refused):
+        case.session.close()
+    del engine.synchronize
+    case.session.close()
+    case.check()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_that_is_interrupted_at_any_line_restores_the_module(kind, tmp_path):

@@ -15,13 +15,14 @@ from unittest import mock
 import carom
 import pytest
 import torch
-from carom.core.device import cpu_engine, simulated
+from carom.core.device import cpu_engine, pool, simulated
 from carom.core.host import arena
 from carom.core.model import interpose
 from carom.core.placement import block_fill, pinned_tier, placement, resident_placer, residents
 from carom.core.session import carving_cache, device_weights, layout_manager, session
 from carom.core.session import rule_planner as planner
-from carom.core.streaming import backward, forward, gradients, streamer
+from carom.core.streaming import backward, gradients, run, streamer, unit
+from carom.core.streaming.runner import NextLayout
 from tests_inside import inside
 from tests_pairwise import pairwise
 from torch import nn
@@ -305,9 +306,10 @@ def test_an_inference_that_fails_within_a_backward_loses_no_gradient(device):
 
 ENGINE_FAULTS = [
     ("engine", "copy_in"), ("engine", "copy_out"), ("engine", "alias"), ("engine", "record"), ("engine", "wait"),
-    ("engine", "freed"), ("engine", "stream"), (streamer.Streamer, "fill"), (streamer.Streamer, "_prefetch"),
-    (forward.Runs, "_swap_in"), (streamer.Streamer, "wait"), (streamer.Streamer, "end_finished_uses"), (backward.Backward, "take_finished_uses"),
-    (streamer.Region, "place"), (streamer.AccessOrder, "access"), (gradients, "accumulate"),
+    ("engine", "freed"), ("engine", "stream"), (run.Run, "copy_unit"), (run.Run, "issue_due"),
+    (unit.StreamedUnit, "show"), (run.Run, "acquire_anew"), (run.Run, "end_finished_uses"), (backward.Backward, "take_finished_uses"),
+    (pool.Pool, "enter"), (pool.Pool, "leave"), (pool.Pool, "issue"), (pool.Pool, "complete"), (pool.Pool, "fault"),
+    (streamer.AccessOrder, "access"), (gradients, "accumulate"),
 ]  # fmt: skip
 
 
@@ -541,7 +543,7 @@ def test_a_plain_run_writes_nothing(device, kind):
         for _ in range(3):
             infer(model)
             step(model)
-            assert not inside(live).streamer.runs.to_stay
+            assert inside(live).streamer.next_layout == NextLayout()
         assert inside(live).arrangement is arrangement and inside(live).streamed == streamed
     assert_same_state(model, twin)
 

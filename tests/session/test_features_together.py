@@ -8,8 +8,7 @@ import torch
 from carom.core.common.sizes import MIB
 from carom.core.host.arena import HostArena
 from carom.core.placement import placement as attach
-from carom.core.placement.host_copies import fingerprint
-from carom.core.placement.host_store import HostStore
+from carom.core.placement.host_copies import HostStore, fingerprint
 from carom.core.placement.pinned_tier import PinnedTier
 from carom.core.placement.residents import DeviceTensors
 from tests_inside import inside

@@ -66,7 +66,7 @@ FAULTS = {
     "pinning": (HostArena, "pin", Boom, ["attached", "shared", "file"]),
     "host memory": (HostArena, "allocate", MemoryError, ["parked", "auto", "file", "packed"]),
     "waiting": (SimulatedEngine, "synchronize", Boom, ["attached", "shared", "file over a loaded module"]),
-    "reading": (DiskReader, "submit_range", carom.WeightsError, ALL[-2:]),
+    "reading": (DiskReader, "submit_reads", carom.WeightsError, ALL[-2:]),
 }
 
 

@@ -85,6 +85,14 @@ def test_a_session_takes_a_faster_layout_by_itself_once_it_has_paid_for_itself(m
         assert session.report().predicted_seconds == pytest.approx(session.report().step_seconds, rel=0.03)
 
 
+def test_a_step_is_predicted_by_the_fetches_of_its_schedule():
+    """Of units of several sizes some stay in the region. A prefetcher that decides in each step fetches them each time."""
+    shape = codec_choice.Shape("", tuple((128 * blocks,) for blocks in (1, 2, 1, 2, 1, 2)), 4.0, 10.0)
+    cell = codec_choice.Cell(shape, 0.5, train=False)
+    found = codec_choice.run(shape.model(False), cell, "raw", codec_choice.simulated(shape), 7)
+    assert found["predicted_seconds"] == pytest.approx(found["seconds"], rel=0.01)
+
+
 def test_a_change_counts_what_it_brings_to_the_host():
     """Residents that leave, and what is cut otherwise: in memory that was never used and is pinned for the first time."""
     net = Net()

@@ -44,7 +44,8 @@ def streamed(request, monkeypatch):
 
 def last(session):
     """An owner whose weight streams, and is in a slot now."""
-    unit = next(unit for unit in reversed(inside(session).streamer.units) if unit.slot is not None)
+    there = {slot.unit for slot in inside(session).slots}
+    unit = next(unit for unit in reversed(inside(session).streamer.units) if unit.name in there)
     return next(owner for owner in unit.homes if owner.entry.name.endswith("weight"))
 
 

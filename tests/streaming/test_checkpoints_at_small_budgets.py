@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 
 import carom
 import pytest
@@ -55,11 +56,25 @@ def step(model: nn.Module, seed: int) -> list[torch.Tensor]:
     return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+def first_that_works(attempt: Callable[[int], None], vram: int) -> list[int]:
+    """Call ``attempt`` with ``vram``, and then with what each BudgetError names, until one works. Returns what was named."""
+    named: list[int] = []
+    while len(named) < 4:
+        try:
+            attempt(vram)
+            break
+        except carom.BudgetError as error:
+            assert error.least_bytes > vram
+            vram = error.least_bytes
+            named.append(vram)
+    return named
+
+
 @pytest.mark.parametrize("granularity", ["block", "layer"])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("foreign", [0, 1, 2])
-def test_the_least_budget_trains_bit_for_bit_under_checkpoints(foreign, trains, granularity):
-    """A unit may be in a slot in forward and in host memory in recomputation, or the other way round."""
+def test_small_budgets_train_bit_for_bit_under_checkpoints(foreign, trains, granularity):
+    """The least budget works, unless an operator uses several units at once. The error of that step names one that works."""
     model = Checkpointed(foreign).requires_grad_(trains)
     plain = copy.deepcopy(model)
     options = {
@@ -68,12 +83,17 @@ def test_the_least_budget_trains_bit_for_bit_under_checkpoints(foreign, trains, 
     }  # fmt: skip
     with pytest.raises(carom.BudgetError) as refused:
         carom.stream(model, vram=1, **options)
-    for factor in (1, 1.6):
-        with carom.stream(model, vram=int(refused.value.least_bytes * factor), **options) as session:
+
+    def attempt(vram: int) -> None:
+        with carom.stream(model, vram=vram, **options) as session:
             for seed in range(2):
                 for got, want in zip(step(model, seed), step(plain, seed), strict=True):
                     assert torch.equal(got, want)
             assert session.report().vram_peak_bytes <= session.report().vram_budget_bytes
+
+    for factor in (1, 1.6):
+        named = first_that_works(attempt, int(refused.value.least_bytes * factor))
+        assert len(named) <= (2 if foreign else 0)
 
 
 def test_a_nested_backward_does_not_wait_for_the_pass_that_it_runs_in():
@@ -83,10 +103,14 @@ def test_a_nested_backward_does_not_wait_for_the_pass_that_it_runs_in():
     options = {"device": "cpu", "codec": "raw", "granularity": "layer", "training": "stream"}
     with pytest.raises(carom.BudgetError) as refused:
         carom.stream(model, vram=1, **options)
-    with carom.stream(model, vram=refused.value.least_bytes, **options):
-        began = time.monotonic()
-        assert all(map(torch.equal, step(model, 0), step(plain, 0)))
-        assert time.monotonic() - began < 15
+
+    def attempt(vram: int) -> None:
+        with carom.stream(model, vram=vram, **options):
+            assert all(map(torch.equal, step(model, 0), step(plain, 0)))
+
+    began = time.monotonic()
+    assert len(first_that_works(attempt, refused.value.least_bytes)) == 1
+    assert time.monotonic() - began < 15
 
 
 class Gated(nn.Module):
@@ -123,18 +147,18 @@ class Language(nn.Module):
 
 
 @pytest.mark.parametrize("granularity", ["auto", "layer"])
-def test_without_pinned_memory_the_error_of_a_step_names_a_budget_that_works(granularity):
+def test_the_error_of_a_step_names_a_budget_that_works(granularity):
     model = Language()
     plain = copy.deepcopy(model)
 
     def attempt(vram: int) -> None:
-        device = carom.SimulatedDevice(refuse_pinning=True)
+        device = carom.SimulatedDevice()
         with carom.stream(model, vram=vram, device=device, granularity=granularity, training="stream"):
             assert all(map(torch.equal, step(model, 0), step(plain, 0)))
 
     with pytest.raises(carom.BudgetError) as refused:
         attempt(1)
-    with pytest.raises(carom.BudgetError, match="cannot read host memory") as refused_in_step:
+    with pytest.raises(carom.BudgetError, match="kept by the program beyond their run") as refused_in_step:
         attempt(refused.value.least_bytes)
     attempt(refused_in_step.value.least_bytes)
 
@@ -153,18 +177,13 @@ class Joined(nn.Module):
         return F.linear(x, torch.cat([layer.weight for layer in self.layers[:3]]))
 
 
-def test_without_pinned_memory_each_named_budget_is_larger_than_the_one_that_failed_until_one_works():
+def test_each_named_budget_is_larger_than_the_one_that_failed_until_one_works():
     model, x = Joined().requires_grad_(False), torch.ones(2, WIDTH)
     want = model(x)
-    options = {"device": carom.SimulatedDevice(), "codec": "raw", "granularity": "layer", "ram": 0}
-    vram, named = 1, []
-    while len(named) < 4:
-        try:
-            with carom.stream(model, vram=vram, **options), torch.no_grad():
-                assert torch.equal(model(x), want)
-            break
-        except carom.BudgetError as error:
-            assert error.least_bytes > vram
-            vram = error.least_bytes
-            named.append(vram)
-    assert 1 < len(named) < 4
+
+    def attempt(vram: int) -> None:
+        options = {"device": carom.SimulatedDevice(), "codec": "raw", "granularity": "layer"}
+        with carom.stream(model, vram=vram, **options), torch.no_grad():
+            assert torch.equal(model(x), want)
+
+    assert 1 < len(first_that_works(attempt, 1)) < 4

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
+import carom
 import pytest
 import tests_harness as harness
 import tests_models as models
@@ -157,7 +159,10 @@ def test_double_backward_is_exact(name, device):
             seen += [g.detach() for g in grads if g is not None] + [p.grad for p in model.parameters()]
         return seen
 
-    compare(name, device, run, share=0.5)
+    # For a second backward, a checkpoint within a unit keeps the weights that it recomputed with.
+    keeps = name == "inner checkpoint"
+    with pytest.raises(carom.BudgetError, match="kept by the program") if keeps else nullcontext():
+        compare(name, device, run, share=0.5)
 
 
 @on_some_devices

@@ -162,13 +162,13 @@ def interrupted(place: str, call: int):
 @pytest.mark.parametrize(
     "place",
     [
-        "streaming/forward._leave",
-        "streaming/forward.leave",
-        "streaming/streamer.wait",
-        "streaming/forward._swap_in",
-        "streaming/prefetch.prefetch",
-        "streaming/streamer.fill",
-        "streaming/streamer.evict",
+        "streaming/run.end",
+        "streaming/run.leave",
+        "streaming/streamer.wait_timed",
+        "streaming/unit.show",
+        "streaming/run.issue_due",
+        "streaming/run.copy_unit",
+        "device/pool._begin",
     ],
 )
 def test_a_pass_that_is_interrupted_leaves_slots_that_can_be_overwritten(place, call, timing):
@@ -181,7 +181,8 @@ def test_a_pass_that_is_interrupted_leaves_slots_that_can_be_overwritten(place, 
             with interrupted(place, call):
                 infer(model)
             assert list(map(id, model.parameters())) == parameters, "views of slots stand in the modules"
-            assert torch.equal(infer(model), want)
+            for _ in range(2):  # the order is learnt anew in the first pass
+                assert torch.equal(infer(model), want)
 
 
 @contextlib.contextmanager
@@ -205,21 +206,21 @@ def interrupted_before(file: str, text: str):
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("line", ["self._local.mine.entered.append(", "if unit.depth == 0:"])
+@pytest.mark.parametrize("line", ["mine.entered.append(", "if unit.depth == 0:"])
 def test_an_interrupt_between_taking_a_slot_and_noting_it_leaves_no_slot_in_use(line):
     model, twin = Model(), Model()
     want = infer(twin)
     with carom.stream(model, device=device(), vram=least(model)):
         parameters = list(map(id, model.parameters()))
         for _ in range(2):
-            with interrupted_before("streaming/forward", line):
+            with interrupted_before("streaming/run", line):
                 infer(model)
             assert list(map(id, model.parameters())) == parameters, "views of slots stand in the modules"
             assert torch.equal(infer(model), want)
 
 
 @pytest.mark.parametrize(
-    "place", ["streaming/forward._swap_in", "streaming/streamer.wait", "placement/pinned_tier.fetch"]
+    "place", ["streaming/unit.show", "streaming/streamer.wait_timed", "placement/pinned_tier.fetch"]
 )
 def test_a_part_that_was_interrupted_outside_of_the_models_forward_leaves_its_slot(place):
     model, twin = Model(), Model()
@@ -231,6 +232,30 @@ def test_a_part_that_was_interrupted_outside_of_the_models_forward_leaves_its_sl
                 model.blocks[index](X)
                 model.blocks[index + 2](X)
             assert torch.equal(infer(model), want)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 29, 30, 35])  # from the fourth on of the backward
+def test_an_event_that_the_device_refuses_to_record_leaves_no_slot_in_use(call, monkeypatch):
+    model, twin = Model(), Model()
+    with carom.stream(
+        model, device=device(), vram=2 * least(model, training="stream"), training="stream"
+    ) as session:
+        step(model)
+        calls, record = [0], SimulatedEngine.record
+
+        def refused(*arguments):
+            calls[0] += 1
+            if calls[0] == call:
+                raise Stop
+            return record(*arguments)
+
+        with monkeypatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(SimulatedEngine, "record", refused)
+            step(model)
+            raise AssertionError("no event was refused")
+        inside(session).end_finished_uses()
+        assert not any(slot.users for slot in inside(session).slots)
+        assert same(step(model), step(twin))
 
 
 def test_a_backward_that_failed_in_another_thread_gives_its_slots_back():
@@ -295,3 +320,39 @@ def test_a_step_with_a_forward_that_failed_is_not_in_the_figures():
 
 def raises(*_) -> None:
     raise Stop
+
+
+class Outer(Block):
+    """Calls ``inner``, the block of another unit, and goes on without it where a user interrupts that."""
+
+    inner: tuple[nn.Module, ...] = ()
+
+    def forward(self, x):
+        y = super().forward(x)
+        for block in self.inner:
+            with contextlib.suppress(KeyboardInterrupt):
+                return block(y)
+        return y
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_block_may_go_on_after_an_interrupt_in_a_block_that_it_calls(grad):
+    model, twin = Model(block=Outer), Model(block=Outer)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def run(net):
+        inner = net.blocks[4].a.register_forward_pre_hook(interrupt)
+        following = net.blocks[2].register_forward_pre_hook(lambda *_: inner.remove())
+        with torch.set_grad_enabled(grad):
+            y = net(X)
+        following.remove()
+        return y
+
+    for net in (model, twin):
+        net.blocks[1].inner = (net.blocks[4],)
+    with carom.stream(model, device=device(), vram=4 * least(model), granularity="block"):
+        for _ in range(2):
+            assert torch.equal(run(model), run(twin))
+            assert torch.equal(model(X), twin(X))

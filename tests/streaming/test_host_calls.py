@@ -26,10 +26,10 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "ram": Bound(70, 28),  # reached: 68.0
-    "train": Bound(104, 30),  # reached: 101.1
-    "disk": Bound(1_165, 37),  # reached: 1,058 to 1,128
-    "set_budget": Bound(16_500, 82),  # reached: 15,833
+    "ram": Bound(41, 27),  # reached: 38.0
+    "train": Bound(71, 30),  # reached: 65.1
+    "disk": Bound(109, 35),  # reached: 100 to 105
+    "set_budget": Bound(9_700, 82),  # reached: 8,831
 }
 
 

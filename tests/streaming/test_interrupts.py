@@ -1,9 +1,17 @@
-"""A KeyboardInterrupt at any line of a step: the next step is right and waits for nothing, and no hook, counter or slot is left."""
+"""A KeyboardInterrupt at any line of a step: the next step is right and waits for nothing, and no hook, counter or slot is left.
+
+The tests with "at a line" take every line of `FILES` (what follows the schedule, the pool, the stores) that a step executes,
+in a new session and in one that has run, and interrupt a sample of them. ``python -m pytest -m slow -k every_line
+tests/streaming/test_interrupts.py`` interrupts all of them, in ten minutes.
+"""
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests_inside import inside
-from tests_interrupts import Interrupts
+from tests_interrupts import InterruptAt, Interrupts
 from tests_limits import pack_small_weights
 from torch import nn
 from torch.nn import functional as F
@@ -32,6 +40,19 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained low-rank part."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(2, base.in_features) / 8)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2) / 8)
+
+    def forward(self, x):
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
 class Model(nn.Module):
     def __init__(
         self, width: int = 32, dtype: torch.dtype = torch.float32, checkpoints: bool = False
@@ -47,6 +68,22 @@ class Model(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(x)
+
+
+class Tied(Model):
+    """Uses weights of two blocks in one operator, outside the blocks' own forwards."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + F.linear(x, torch.mm(self.blocks[0].down.weight, self.blocks[2].up.weight))
+
+
+def adapt(model: nn.Module) -> nn.Module:
+    """Put a low-rank part that is trained beside a layer of each block, and return ``model``."""
+    torch.manual_seed(1)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    return model
 
 
 def batch(model: nn.Module, number: int) -> torch.Tensor:
@@ -78,13 +115,18 @@ class Kind:
     step: Callable[[nn.Module, int], list[torch.Tensor]] = infer
     make: Callable[[], nn.Module] = Model
     trains: bool = False
+    adapters: bool = False
     disk: str = ""
     codec: str = "raw"
     simulated: bool = False
     room: int = 1  # of the least budget; packed units need room beside the slots
+    keeps: bool = (
+        False  # whether the traceback is kept, and with it the frames of the step, as a console does
+    )
 
     def model(self) -> nn.Module:
-        return self.make().requires_grad_(self.trains)
+        model = self.make().requires_grad_(self.trains)
+        return adapt(model) if self.adapters else model
 
     def settings(self, folder: Path) -> dict[str, Any]:
         settings: dict[str, Any] = {"codec": self.codec, "granularity": "block"}
@@ -103,9 +145,11 @@ class Kind:
         """Return a model to stream."""
         if self.disk != "file":
             return self.model()
-        save_file(dict(self.model().state_dict()), folder / "weights.safetensors")
+        frozen = {name: value for name, value in self.model().named_parameters() if not value.requires_grad}
+        save_file(frozen, folder / "weights.safetensors")
         with torch.device("meta"):
-            return self.model()
+            model = self.make().requires_grad_(False)
+        return adapt(model) if self.adapters else model
 
 
 KINDS = {
@@ -177,3 +221,153 @@ def test_a_step_after_an_interrupt_at_any_line_is_right_and_waits_for_nothing(ki
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_after_300_interrupts_are_right_and_wait_for_nothing(kind, tmp_path):
     interrupt_steps(KINDS[kind], tmp_path, 300)
+
+
+# -- every line
+
+FILES = ("streaming/", "device/pool", "device/slot", "plan/schedule_follower.py", "stores/")
+LINE_KINDS = {
+    "inference": Kind(simulated=True),
+    "LoRA": Kind(train, adapters=True, simulated=True),
+    "LoRA with checkpoints": Kind(train, lambda: Model(checkpoints=True), adapters=True, simulated=True),
+    "training": Kind(train, trains=True, simulated=True),
+    "training with checkpoints": KINDS["simulated device"],
+    "packed": Kind(make=lambda: Model(128, torch.bfloat16), codec="lossless", room=3, simulated=True),
+    "from a file": Kind(disk="file", simulated=True),
+    "LoRA from a file": Kind(
+        train, lambda: Model(checkpoints=True), adapters=True, disk="file", simulated=True
+    ),
+    "kept traceback": Kind(train, trains=True, simulated=True, room=4, keeps=True),
+    "two units together": Kind(make=Tied, simulated=True, room=2),
+}
+EVERY = 80  # in a normal run, one of so many lines is interrupted
+COLD = 2  # steps of a new session
+
+
+class Streamed:
+    """A session of one kind on a simulated device of its own, and the resident twin of its model."""
+
+    def __init__(self, kind: Kind, folder: Path, vram: int) -> None:
+        self.kind, settings = kind, kind.settings(folder)
+        self.device = settings["device"]
+        self.model, self.twin = kind.streamed(folder), kind.model()
+        self.objects = list(map(id, self.model.parameters()))
+        self.session = carom.stream(self.model, vram=vram, **settings)
+        self.attached = list(map(id, self.model.parameters()))
+
+    def step(self, number: int = 0) -> list[torch.Tensor]:
+        return self.kind.step(self.model, number)
+
+    def check(self, place: str) -> None:
+        """Two further steps are right, although the trained weights have changed meanwhile, and no rule is broken."""
+        assert no_hooks(), f"saved-tensor hooks stay on the thread: {place}"
+        assert list(map(id, self.model.parameters())) == self.attached, f"slot views stay: {place}"
+        began = time.monotonic()
+        for number in (1, 2):
+            with torch.no_grad():
+                for one in (self.model, self.twin):
+                    for weight in one.parameters():
+                        if weight.requires_grad:
+                            weight.mul_(0.75)
+            got, wanted = self.step(number), self.kind.step(self.twin, number)
+            assert len(got) == len(wanted), place
+            assert all(map(torch.equal, got, wanted)), f"wrong after {place}"
+            inside(self.session).streamer.pool.check()
+        assert time.monotonic() - began < PATIENCE, f"the step after {place} waits"
+
+    def close(self, place: str) -> None:
+        self.session.close()
+        assert list(map(id, self.model.parameters())) == self.objects, f"other parameters after {place}"
+        if self.kind.disk != "file":
+            assert all(map(torch.equal, self.model.parameters(), self.twin.parameters())), place
+
+    def check_freed(self, place: str) -> None:
+        if self.device.ledger.allocated:
+            gc.collect()
+        assert not self.device.ledger.allocated, f"device memory stays after {place}"
+
+
+def lines_of(begin: Callable[[], Streamed]) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Return the lines that the first steps of a session execute, and those of a later one, with the number of one
+    execution: the first one, and the one in the middle.
+    """
+    streamed, cold, warm = begin(), Interrupts(files=FILES), Interrupts(files=FILES)
+    with cold:
+        for _ in range(COLD):
+            streamed.step()
+    streamed.step()
+    with warm:
+        streamed.step()
+    streamed.close("")
+    streamed.check_freed("")
+    counted = Counter(warm.places)
+    return [(place, 1) for place in sorted(set(cold.places))], [
+        (place, (counted[place] + 1) // 2) for place in sorted(counted)
+    ]
+
+
+def interrupt_lines(kind: Kind, folder: Path, every: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Interrupt steps of sessions of ``kind`` at one of ``every`` lines; return what went wrong."""
+    model = kind.streamed(folder)
+    with pytest.raises(carom.BudgetError) as refused:
+        carom.stream(model, vram=1, **kind.settings(folder))
+
+    def begin() -> Streamed:
+        return Streamed(kind, folder, kind.room * refused.value.least_bytes)
+
+    lines_of(begin)  # some lines run once in a process
+    cold, warm = lines_of(begin)
+    wrong: list[str] = []
+
+    def unraisable(raised: Any) -> None:
+        if raised.exc_type is not KeyboardInterrupt:
+            wrong.append(f"not raised: {raised.exc_value!r} in {raised.object}")
+
+    monkeypatch.setattr(sys, "unraisablehook", unraisable)
+    for number, (place, nth) in enumerate(cold[::every]):
+        streamed = begin()
+        with InterruptAt(place, nth, kind.keeps) as interrupt:
+            for _ in range(COLD):
+                streamed.step()
+        try:
+            assert interrupt.place, f"{place} does not run"
+            if number % 2 == 0:
+                streamed.check(place)
+            streamed.close(place)
+            interrupt.error = None
+            streamed.check_freed(place)
+        except Exception as error:
+            wrong.append(f"cold {place}: {error!r}")
+    streamed = begin()
+    for place, nth in [*warm[::every], ("", 0)]:
+        try:
+            if not place:
+                streamed.close("")
+                streamed.check_freed("")
+                break
+            streamed.step()
+            with InterruptAt(place, nth):
+                streamed.step()
+            streamed.check(place)
+        except Exception as error:
+            wrong.append(f"warm {place} ({nth}): {error!r}")
+            streamed = begin()
+    return wrong
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", LINE_KINDS)
+def test_a_session_that_is_interrupted_at_a_line_of_its_passes_goes_on_and_closes(
+    kind, tmp_path, monkeypatch
+):
+    assert not interrupt_lines(LINE_KINDS[kind], tmp_path, EVERY, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", LINE_KINDS)
+def test_a_session_that_is_interrupted_at_every_line_of_its_passes_goes_on_and_closes(
+    kind, tmp_path, monkeypatch
+):
+    wrong = interrupt_lines(LINE_KINDS[kind], tmp_path, 1, monkeypatch)
+    assert not wrong, "\n".join(wrong)

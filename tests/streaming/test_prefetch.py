@@ -1,25 +1,29 @@
-"""What was decided before for the same place in the order and the same slots is found again, and is what would be decided anew."""
+"""A schedule is made once for each order of uses, and units are fetched by it; no order of uses changes a result."""
 
 from __future__ import annotations
 
+import copy
 import random
 
 import carom
 import torch
 from carom.core.placement.pinned_tier import PinnedBacking
-from carom.core.streaming.streamer import Streamer
+from carom.core.streaming import unit_schedules
 from tests_harness import SIMULATED
 from tests_inside import inside
 from tests_pairwise import each, pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+ORDERS, PASSES = 4, 6
+
 
 class Uneven(nn.Module):
-    """Blocks of three sizes, so that slots may lie differently from step to step."""
+    """Blocks of three sizes, so that places in the region overlap in many ways."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         widths = [32 * (1 + n % 3) for n in range(11)]
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(32, wide), nn.GELU(), nn.Linear(wide, 32)) for wide in widths
@@ -32,56 +36,58 @@ class Uneven(nn.Module):
         return x * self.scale
 
 
-def fills(device, seed: int, train: bool, monkeypatch, remembers: bool):
-    """Every unit that was brought, and where to, over passes that are alike for a while and then are not; the outputs; how
-    many decisions were found again."""
-    torch.manual_seed(0)
+def outputs(model: nn.Module, orders: list[list[int]], train: bool) -> list[torch.Tensor]:
+    """The outputs of passes that are alike for a while and then are not."""
+    found = []
+    for order in orders:
+        for _ in range(PASSES):
+            with torch.set_grad_enabled(train):
+                output = model(torch.linspace(-1, 1, 64).view(2, 32), order, train)
+            if train:
+                output.sum().backward()
+            found.append(output.detach().clone())
+    return found
+
+
+def streamed(device):
     model = Uneven().requires_grad_(False)
-    model.scale.requires_grad_(train)
-    rng, seen, outputs = random.Random(seed), [], []
-    fill = Streamer.fill
-
-    def noted(self, unit, offset, victims):
-        seen.append((unit.name, offset, sorted(victim.unit.name for victim in victims)))
-        return fill(self, unit, offset, victims)
-
-    monkeypatch.setattr(Streamer, "caches_decisions", remembers)
-    monkeypatch.setattr(Streamer, "fill", noted)
-    with carom.stream(model, device=device, vram=34_000, granularity="block", codec="raw") as session:
-        for _ in range(4):
-            order = rng.sample(range(11), rng.choice([11, 11, 7]))
-            for _ in range(6):
-                with torch.set_grad_enabled(train):
-                    output = model(torch.linspace(-1, 1, 64).view(2, 32), order, train)
-                if train:
-                    output.sum().backward()
-                outputs.append(output.detach().clone())
-        found = inside(session).streamer.prefetcher.replayed
-    monkeypatch.setattr(Streamer, "fill", fill)
-    return seen, outputs, found
+    return model, carom.stream(model, device=device, vram=34_000, granularity="block", codec="raw")
 
 
 @pairwise(device=SIMULATED, train={"inference": False, "training": True}, seed=range(3))
-def test_what_is_found_again_is_what_would_be_decided_anew(seed, train, device, monkeypatch):
-    anew, plain, none = fills(device, seed, train, monkeypatch, False)
-    found, outputs, count = fills(device, seed, train, monkeypatch, True)
-    assert found == anew and none == 0
-    assert count > 40
-    assert all(map(torch.equal, outputs, plain))
+def test_a_schedule_is_made_once_for_each_order(seed, train, device, monkeypatch):
+    made, make = [], unit_schedules.schedule_in_region
+    monkeypatch.setattr(unit_schedules, "schedule_in_region", lambda *a: (made.append(a[0]), make(*a))[1])
+    rng = random.Random(seed)
+    orders = [rng.sample(range(11), rng.choice([11, 11, 7])) for _ in range(ORDERS)]
+    twin = copy.deepcopy(Uneven()).requires_grad_(False)
+    twin.scale.requires_grad_(train)
+    model, session = streamed(device)
+    model.scale.requires_grad_(train)
+    with session:
+        got = outputs(model, orders * 2, train)
+        assert len(made) == len(set(made)), "an order was seen before"
+        again = len(made)
+        got += outputs(model, orders[-1:], train)
+        assert len(made) == again
+        assert inside(session).streamer.follower.schedule is not None
+    assert all(map(torch.equal, got, outputs(twin, orders * 2 + orders[-1:], train)))
 
 
 @each(device=SIMULATED, at=[1, 7, 23])
-def test_a_use_that_ends_while_a_slot_is_filled_asks_for_nothing(at, device, monkeypatch):
-    """The collector may drop a failed backward anywhere: its slots are freed, and looked ahead from, inside a copy's issue."""
-    _, plain, _ = fills(device, 0, False, monkeypatch, True)
+def test_a_use_that_ends_while_a_slot_is_filled_fetches_nothing(at, device, monkeypatch):
+    """The collector may drop a failed backward anywhere: its slots are freed, and fetches are due, inside a copy's issue."""
     fetch, count = PinnedBacking.fetch, [0]
+    orders = [list(range(11)), list(range(10, -1, -1))]
 
     def interrupted(self, target, after, link):
         count[0] += 1
         if count[0] == at:
-            self.runtime.prefetcher.prefetch()
+            self.runtime.run.issue_due()
         return fetch(self, target, after, link)
 
     monkeypatch.setattr(PinnedBacking, "fetch", interrupted)
-    _, outputs, _ = fills(device, 0, False, monkeypatch, True)
-    assert count[0] > at and all(map(torch.equal, outputs, plain))
+    model, session = streamed(device)
+    with session:
+        got = outputs(model, orders, False)
+    assert count[0] > at and all(map(torch.equal, got, outputs(Uneven(), orders, False)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from carom.core.common.sizes import MIB
 from carom.core.model.interpose import Wrapped
+from carom.core.streaming.runner import Use
 from tests_inside import inside
 from tests_limits import units_apart_from
 from torch import nn
@@ -235,7 +236,7 @@ def test_a_forward_whose_backward_never_runs_leaves_nothing_behind():
             net(X * net.scale)
         after = sum(type(one) is torch.Tensor and one.grad_fn is not None for one in gc.get_objects())
         assert after == before
-        assert inside(session).streamer.unreferenced
+        assert not inside(session).streamer.in_use(Use.GRAPH)
 
 
 def test_while_a_graph_wants_the_present_layout_the_error_is_raised():

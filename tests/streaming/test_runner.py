@@ -15,7 +15,7 @@ import carom
 import pytest
 import torch
 from carom.core.session.layout_manager import LayoutManager
-from carom.core.streaming.runner import HeldBytes, Runner, Use
+from carom.core.streaming.runner import HeldBytes, NextLayout, Runner, Use
 from tests_harness import least_vram
 from tests_inside import inside
 from tests_limits import pack_small_weights
@@ -159,6 +159,23 @@ def test_device_bytes_are_held_until_close():
         assert runner_of(session) is not runner and runner_of(session).held_bytes().slots
 
 
+def test_a_close_that_is_interrupted_while_it_waits_for_the_device_waits_before_it_gives_memory_up():
+    with stream(Net(), slots=2) as session:
+        runner, engine, held = runner_of(session), inside(session).engine, []
+
+        def synchronize(*args) -> None:
+            held.append(runner.held_bytes())
+            if len(held) == 1:
+                raise KeyboardInterrupt
+            type(engine).synchronize(engine, *args)
+
+        engine.synchronize = synchronize
+        with pytest.raises(KeyboardInterrupt):
+            runner.close()
+        del engine.synchronize
+        assert held[0] == held[1] != HeldBytes(0, 0) == runner.held_bytes()
+
+
 def test_staging_memory_is_held_where_units_cross_packed(monkeypatch):
     pack_small_weights(monkeypatch)
     with stream(Net().to(torch.bfloat16), slots=3, codec="lossless") as session:
@@ -194,9 +211,9 @@ def test_weights_that_a_pass_writes_to_are_named_until_the_next_pass():
         runner = runner_of(session)
         with torch.no_grad():
             net(X)
-        assert list(runner.to_stay) == ["blocks.1.up.bias"]
+        assert list(runner.next_layout.stay) == ["blocks.1.up.bias"]
         infer(net)
-        assert not runner_of(session).to_stay
+        assert runner_of(session).next_layout == NextLayout()
 
 
 def test_a_closed_runner_keeps_nothing_of_the_module():

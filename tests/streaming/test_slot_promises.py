@@ -9,7 +9,6 @@ import carom
 import pytest
 import torch
 from carom.core.device.simulated import SimulatedEngine
-from carom.core.streaming.host_mapped_slots import HostMappedSlots
 from tests_inside import inside
 from torch import nn
 from torch.nn import functional as F
@@ -343,13 +342,7 @@ def test_a_unit_that_two_threads_wait_for_is_brought_once_for_both():
         assert session.report() is not None
 
 
-@pytest.fixture
-def nothing_from_host(monkeypatch):
-    """The device cannot address host memory: who finds no room waits for another thread's slot, or raises BudgetError."""
-    monkeypatch.setattr(HostMappedSlots, "slot", lambda self, unit: None)
-
-
-def test_a_thread_waits_for_views_that_another_threads_pass_keeps_for_a_moment(nothing_from_host):
+def test_a_thread_waits_for_views_that_another_threads_pass_keeps_for_a_moment():
     class KeepsWeight(Block):
         def forward(self, x):
             kept.append(self.a.weight)
@@ -384,7 +377,7 @@ def test_a_thread_waits_for_views_that_another_threads_pass_keeps_for_a_moment(n
         ends(others, other_errors)
 
 
-def test_a_thread_waits_for_views_that_another_threads_backward_keeps_for_a_moment(nothing_from_host):
+def test_a_thread_waits_for_views_that_another_threads_backward_keeps_for_a_moment():
     model = Model(3)
     model.blocks[0] = Keeps()
     inside, go_on = threading.Event(), threading.Event()
@@ -447,7 +440,7 @@ class Bounces(Model):
 
 
 @pytest.mark.parametrize("kind", [Model, Bounces])
-def test_slots_that_a_thread_used_are_not_its_own_any_more(kind, nothing_from_host):
+def test_slots_that_a_thread_used_are_not_its_own_any_more(kind):
     """A thread waits where another holds all slots, however many runs and operators of its own are over."""
     model = kind(4)
     with stream(model):

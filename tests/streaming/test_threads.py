@@ -9,8 +9,9 @@ import time
 import carom
 import pytest
 import torch
+from carom.core.device.slot import User
 from carom.core.session.layout_manager import LayoutManager
-from carom.core.streaming.forward import Runs
+from carom.core.streaming.forwards import Forwards
 from safetensors.torch import save_file
 from tests_inside import inside
 from tests_pairwise import pairwise
@@ -308,8 +309,8 @@ def test_a_view_that_another_thread_drops_or_takes_while_one_is_made_is_counted_
     with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
         infer(model)
         inner = inside(live).streamer
-        slot = inner.region.slots[0]
-        views = inner.views(slot)
+        slot = inner.slot_at(inner.low)
+        views = inner.run.slots.views(slot)
         elsewhere = [views.base.detach()] if other == "drops" else []
 
         class AnotherThread(TorchDispatchMode):
@@ -343,9 +344,10 @@ def test_a_session_that_closes_while_a_thread_waits_for_a_slot_tells_it(device):
     with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
         infer(model)
         inner = inside(live).streamer
-        slots = []
-        while unused := [slot for slot in inner.region.slots if not slot.users]:
-            slots.append(inner.acquire(unused[0].unit))
+        slots, user = [], User(threading.get_ident(), inner.engine.stream())
+        named = {unit.name: unit for unit in inner.units}
+        while unused := [slot for slot in inside(live).slots if not slot.users]:
+            slots.append(inner.run.acquire(named[unused[0].unit], user))
         thread = threading.Thread(target=sample, daemon=True)
         thread.start()
         limit = time.monotonic() + 20
@@ -354,7 +356,7 @@ def test_a_session_that_closes_while_a_thread_waits_for_a_slot_tells_it(device):
         assert inner.slot_waiters.asleep
         live.close()
         for slot in slots:  # what that thread waited for
-            inner.release(slot)
+            inner.run.release(slot, (user,))
         thread.join(10)
         assert not thread.is_alive() and len(errors) == 1
     assert torch.equal(infer(model), want)
@@ -477,7 +479,7 @@ def test_a_call_waits_while_another_thread_brings_the_weights(
         assert torch.equal(model(X), expected)
         if how == "unpark":
             session.park()
-        attach, root_begins = LayoutManager._attach, Runs.root_begins
+        attach, root_begins = LayoutManager._attach, Forwards.root_begins
         stale = model.forward
 
         def slowly(self, wanted):
@@ -494,7 +496,7 @@ def test_a_call_waits_while_another_thread_brings_the_weights(
                 found.append(forward(X))
 
         monkeypatch.setattr(LayoutManager, "_attach", slowly)
-        monkeypatch.setattr(Runs, "root_begins", counted)
+        monkeypatch.setattr(Forwards, "root_begins", counted)
         target = (
             (lambda: call(model)) if how == "unpark" else (lambda: session.set_budget(vram=part(plain, 0.6)))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import logging
 import os
@@ -20,13 +21,17 @@ import torch
 from carom.core.budget.device_governor import QUIET, Regrowth
 from carom.core.common.memory_snapshot import Memory
 from carom.core.device import vbar
+from carom.core.device.pool import Pool
 from carom.core.device.vbar_layout import VbarRanges, lay_out, spread
+from carom.core.session.session import Session
+from carom.core.session.stream_settings import StreamSettings
 from carom.tools.doctor import extras
 from tests_aimdo_stand_in import PAGE, Driver
 from tests_harness import assert_same, infer, place, train
 from tests_inside import inside
 from tests_pairwise import pairwise
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 KB = 1024
 VENDORS = pytest.mark.parametrize("vendor", ["cuda", "rocm"])
@@ -435,6 +440,200 @@ def test_hundreds_of_events_of_pressure_never_exceed_the_budget_nor_change_a_res
     assert driver.pages.used == 0 and driver.reserved == 0 and device.ledger.allocated == 0
 
 
+def test_units_that_slots_would_hold_for_good_come_home_when_there_is_memory_again(card):
+    device, driver = card(memory=2 * WHOLE)
+    net = Net()
+    expected = run(net)
+    with pooled(net, device, WHOLE + PAGE) as session:
+        run(net)
+        homes = inside(session).vbar
+        homes.limit(WHOLE + PAGE - 2 * LAYER)
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        away = [unit.name for unit in homes.away]
+        streamed = [slot.unit for slot in inside(session).slots]
+        assert away and set(streamed) <= set(away), "some stream, and the region holds only such units"
+        homes.limit(2 * WHOLE)
+        copies = inside(session).engine.copies
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        assert homes.away == [] and inside(session).slots == []
+        assert inside(session).engine.copies - copies == len(away), "each came home by one copy"
+
+
+def test_units_that_came_home_are_not_fetched_to_slots(card):
+    device, driver = card(memory=2 * WHOLE)
+    net = Net()
+    expected = run(net)
+    with pooled(net, device, WHOLE + PAGE) as session:
+        homes = inside(session).vbar
+        homes.limit(WHOLE // 2)
+        for _ in range(3):
+            run(net)
+        before = {unit.name for unit in homes.away}
+        homes.limit(WHOLE * 4 // 5)
+        away = {unit.name for unit in homes.away}
+        assert away < before and len(before - away) > 1
+        seen = set()
+        for block in net.blocks:
+            block.during = lambda: seen.update(slot.unit for slot in inside(session).slots)
+        for _ in range(2):
+            assert torch.equal(run(net), expected)
+        assert seen == away
+
+
+def test_units_without_memory_at_home_are_fetched_ahead(card, monkeypatch):
+    device, _ = card(memory=2 * WHOLE)
+    net = Net()
+    with pooled(net, device, WHOLE + PAGE) as session:
+        inside(session).vbar.limit(WHOLE // 2)
+        for _ in range(3):
+            run(net)
+        store, events = inside(session).streamer.store, []
+        fetch = store.fetch
+        monkeypatch.setattr(
+            store, "fetch", lambda unit, *args: (events.append(unit.unit.name), fetch(unit, *args))[1]
+        )
+        for number, block in enumerate(net.blocks):
+            block.during = lambda number=number: events.append(f"blocks.{number}")
+        run(net)
+    assert len(events) > len(net.blocks)
+    assert all(first != second for first, second in itertools.pairwise(events)), (
+        "none came only when it was needed"
+    )
+
+
+class Hidden:
+    """A result that is not looked into for tensors."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
+        return Hidden(x)
+
+
+@pytest.mark.parametrize("pool", ["torch", "aimdo"])
+def test_a_block_is_used_once_by_a_reentrant_backward_though_the_result_is_not_looked_into(
+    card, monkeypatch, pool
+):
+    """Its recomputation and its gradients are one use: nothing is recorded or waited for between the two."""
+    device, _ = card()
+    net, scale, uses, enter = Checkpointed(), torch.ones(1, requires_grad=True), [], Pool.enter
+    asked = StreamSettings(
+        device=device, vram=WHOLE // 2, granularity="layer", codec="raw", pool=pool, backward=True
+    )
+    with Session(net, asked) as session:
+        assert session.report().pool == pool
+        streamed = len(inside(session).streamed)
+        for _ in range(4):
+            net(X * scale).sample.sum().backward()
+        monkeypatch.setattr(Pool, "enter", lambda *args: (uses.append(args), enter(*args))[1])
+        net(X * scale).sample.sum().backward()
+        assert len(uses) == 2 * streamed
+
+
+class Keeps(nn.Module):
+    """Keeps the weight of ``inner``, as a program does that reads it later."""
+
+    def __init__(self, inner, kept):
+        super().__init__()
+        self.inner, self.kept = inner, kept
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.kept is not None:
+            self.kept.append(self.inner.weight)
+        return y
+
+
+def test_pages_of_a_view_that_was_dropped_may_be_taken_again(card):
+    device, driver = card()
+    net, kept = Net(), []
+    net.blocks[0] = Keeps(net.blocks[0], kept)
+    expected = run(net)
+    kept.clear()
+    with pooled(net, device, WHOLE + PAGE):
+        run(net)
+        kept.clear()
+        net.blocks[0].kept = None
+        left = []
+        net.blocks[2].during = lambda: (squeeze(driver, 1 << 30), left.append(driver.pages.used))
+        assert torch.equal(run(net), expected)
+        assert left[0] <= LAYER // PAGE + 2, "the layer that runs, and only that"
+
+
+def test_closing_gives_back_the_pages_beside_a_view_that_is_kept(card):
+    device, driver = card()
+    net, kept = Net(), []
+    net.blocks[0] = Keeps(net.blocks[0], kept)
+    session = pooled(net, device, WHOLE + PAGE)
+    run(net)
+    session.close()
+    assert 0 < driver.pages.used <= LAYER // PAGE + 2
+
+
+class _Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [_Failure, KeyboardInterrupt])
+def test_a_pass_that_ends_with_an_error_leaves_no_page_pinned(card, error):
+    device, driver = card()
+    net = Net()
+    expected = run(net)
+
+    def fail():
+        raise error
+
+    with pooled(net, device, WHOLE + PAGE):
+        run(net)
+        net.blocks[3].during = fail
+        with pytest.raises(error):
+            run(net)
+        net.blocks[3].during = Layer.during
+        squeeze(driver, 1 << 30)
+        assert driver.pages.used == 0
+        assert torch.equal(run(net), expected)
+
+
+def test_a_copy_to_a_home_that_fails_leaves_no_page_pinned(card, monkeypatch):
+    device, driver = card()
+    net = Net()
+    expected = run(net)
+    with pooled(net, device, WHOLE + PAGE) as session:
+        engine = inside(session).engine
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "copy_in", lambda *_: (_ for _ in ()).throw(_Failure))
+            with pytest.raises(_Failure):
+                run(net)
+        squeeze(driver, 1 << 30)
+        assert driver.pages.used == 0
+        assert torch.equal(run(net), expected)
+
+
+def test_only_units_that_stream_are_in_the_learnt_order(card):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(nn.Sequential(block, nn.Tanh()), x, use_reentrant=False)
+            return x
+
+    device, _ = card()
+    net = Checkpointed()
+    x = X.clone().requires_grad_()
+    with pooled(net, device, WHOLE + PAGE) as session:
+        for _ in range(2):
+            net(x).sum().backward()
+        assert inside(session).surprises == 0 and inside(session).streamer.expected_uses() == []
+
+
 def test_homes_that_come_back_do_so_ever_more_rarely():
     regrowth, memory = Regrowth(), Memory(1000, 500)
     seen = [regrowth.read(memory, 400, 800) for _ in range(QUIET)]
@@ -577,6 +776,27 @@ def test_auto_follows_memory_by_the_watermark_alone(card):
         for _ in range(60):
             assert torch.equal(run(net), expected)
         assert len(session.plan.resident) >= grown - 1
+
+
+def test_units_at_home_are_read_ahead_from_the_file(card, tmp_path):
+    from safetensors.torch import save_file
+
+    net = Net()
+    expected = run(net)
+    save_file({name: t.detach().clone() for name, t in net.state_dict().items()}, tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        empty = Net()
+    device, _ = card(memory=2 * WHOLE)
+    with carom.stream(
+        empty, device=device, vram=2 * WHOLE, ram=WHOLE // 2, weights=tmp_path / "m.safetensors", pool="aimdo",
+        granularity="layer",
+    ) as session:  # fmt: skip
+        store, asked = inside(session).streamer.store, []
+        read_ahead = store.read_ahead
+        store.read_ahead = lambda units: (asked.append([unit.name for unit in units]), read_ahead(units))
+        assert torch.equal(run(empty), expected)
+        names = [unit.name for unit in inside(session).units]
+        assert asked[:2] == [names, names[1:]]
 
 
 def test_what_was_evicted_comes_again_from_the_file(card, tmp_path):

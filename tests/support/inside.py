@@ -27,11 +27,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from carom.core.device.slot import SlotState
 from carom.core.session.assembly import parts
 from carom.core.session.session import Session
-
-# The names of states are those of the pool: an unused slot that holds its unit is cached.
-_STATES = {"FILLING": "FILLING", "KEPT": "CACHED", "IN_USE": "IN_USE", "HELD": "HELD"}
 
 
 @dataclass(frozen=True)
@@ -124,38 +122,44 @@ class Answers:
     @property
     def slots(self) -> list[SlotAnswer]:
         """What lies in the region now, by offset."""
+        found = [
+            slot
+            for slot in self._manager.layout.runner.pool.memory.slots()
+            if slot.state not in (SlotState.FREE, SlotState.LOST) and not slot.chunk.lossy
+        ]
+        found.sort(key=lambda slot: slot.offset)
         return [
-            SlotAnswer(slot.unit.name, slot.offset, slot.nbytes, _STATES[slot.state.name], slot.users)
-            for slot in self._manager.layout.runner.region.slots
+            SlotAnswer(slot.unit.name, slot.offset, slot.unit.nbytes, slot.state.name, len(slot.now.users))
+            for slot in found
         ]
 
     @property
     def held_slots(self) -> list[str]:
         """The names of the units in slots that the program keeps views of, beyond the unit's run."""
-        return [slot.unit.name for slot in self._manager.layout.runner.held]
+        return [slot.unit.name for slot in self._manager.layout.runner.run.held]
 
     @property
     def units_in_modules(self) -> list[str]:
         """The names of the units whose forward runs, or whose slot's views are in the modules."""
         found = self._manager.layout.runner.units
-        return [unit.name for unit in found if unit.depth or unit.swapped_in]
+        return [unit.name for unit in found if unit.depth or unit.shown]
 
     @property
     def computing(self) -> bool:
         """Whether this thread counts as in a step."""
-        return self._manager.layout.runner.runs.computing()
+        return self._manager.layout.runner.forwards.computing()
 
     def begin_pass(self) -> None:
         """Begin a pass on this thread, as a call of the module does, and leave it open."""
-        self._manager.layout.runner.runs.root_begins()
+        self._manager.layout.runner.forwards.root_begins()
 
     def end_pass(self) -> None:
         """End the pass that `begin_pass` began."""
-        self._manager.layout.runner.runs.root_ends(False)
+        self._manager.layout.runner.forwards.root_ends(False)
 
     def end_finished_uses(self) -> None:
         """End the uses of slots that are over, which a session notices at its next use of a slot only."""
-        self._manager.layout.runner.end_finished_uses()
+        self._manager.layout.runner.run.end_finished_uses()
 
     @property
     def region_memory(self) -> torch.Tensor:
@@ -167,7 +171,7 @@ class Answers:
     @property
     def region_bytes(self) -> int:
         """Bytes of the region that streamed units pass through."""
-        return self._manager.layout.runner.region.nbytes
+        return self._manager.layout.runner.region_bytes
 
     @property
     def capacity(self) -> int:

@@ -1,4 +1,6 @@
-"""`Interrupts`: raises KeyboardInterrupt before a line of carom.core, or counts the lines that run."""
+"""`Interrupts`: raises KeyboardInterrupt before a line of carom.core, or counts the lines that run. `InterruptAt`: raises it
+before one execution of a given line.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,14 @@ class Interrupts:
     ``files``: the parts of ``core`` whose lines count, as the begins of their paths; by default all.
     ``count``: number of lines so far.
     ``place``: where the interrupt came; "" if it did not come. ``places``: the lines so far.
+    ``error``: None, see `InterruptAt`.
     """
 
     def __init__(self, at: int = 0, files: tuple[str, ...] = ("",)) -> None:
         self.at, self.count, self.place = at, 0, ""
         self.places: list[str] = []
+        self.error: BaseException | None = None
+        self._keeps = False
         self._paths = tuple(str(Path(CORE) / file) for file in files)
         self._before: Any = None
 
@@ -40,6 +45,7 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         sys.settrace(self._before)
+        self.error = error if self._keeps else None
         return kind is KeyboardInterrupt
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -57,3 +63,17 @@ class Interrupts:
                 self.place = place
                 raise KeyboardInterrupt
         return self._line
+
+
+class InterruptAt(Interrupts):
+    """A context in which the present thread is interrupted before the ``nth`` execution of the line ``place``, one of
+    `Interrupts.places`. Only the file of this line is traced. ``keeps``: whether ``error`` is the interrupt afterwards.
+    """
+
+    def __init__(self, place: str, nth: int = 1, keeps: bool = False) -> None:
+        file, self._number = place.rsplit(":", 1)
+        super().__init__(nth, (file,))
+        self._keeps = keeps
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return super()._line(frame, event, argument) if frame.f_lineno == int(self._number) else self._line

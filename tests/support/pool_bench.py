@@ -16,8 +16,7 @@ import torch
 from carom.core.device.pool import Pool
 from carom.core.device.pool_memory import PoolMemory
 from carom.core.device.simulated import SimulatedDevice, SimulatedEngine
-from carom.core.device.slot import Slot, User
-from carom.core.device.slot_wait import SlotWaiters
+from carom.core.device.slot import Issue, Slot, SlotWaiters, User
 
 TIMINGS = ("late", "early", "random")
 
@@ -87,7 +86,7 @@ class Bench:
         self.lock = threading.RLock()
         self.waiters = SlotWaiters(self.lock)
         self.others_active = False
-        self.memory = PoolMemory(self.engine, self.engine)
+        self.memory = PoolMemory(self.engine)
         self.raw = Pool(self.engine, self.memory, self.waiters, lambda: self.others_active)
         self.pool: Any = Checked(self.raw)
         self.pool.set_region(region)
@@ -121,7 +120,7 @@ class Bench:
     def fetch(self, slot: Slot, version: int | None = None, decoded: bool = False) -> bool:
         """Ask for a copy into ``slot``, and issue it. Returns whether there was one to issue."""
         version = slot.unit.version if version is None else version
-        if not self.pool.issue(slot, version):
+        if self.pool.issue(slot, version) is not Issue.TAKEN:
             return False
         self.pool.complete(slot, self.copy(slot, version, decoded))
         return True

@@ -1,11 +1,15 @@
-"""Random problems for schedules, and a slow reference that knows single blocks of the region."""
+"""Random problems for schedules, a slow reference that knows single blocks of the region, and predictions of steps."""
 
 from __future__ import annotations
 
-from carom.core.plan.predict import Link, Workload
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from carom.core.plan.predict import Link, Prediction, Workload, predict
 from carom.core.plan.region import ALIGN
 from carom.core.plan.schedule import Schedule, Times, UnitCost, UseOrder, Way
-from carom.core.plan.schedule_residents import least_capacity, prefix_costs
+from carom.core.plan.schedule_ways import least_capacity, prefix_costs
+from carom.core.session.measured_planner import fetches_of_step
 from hypothesis import strategies as st
 
 RATE = 1e9
@@ -121,3 +125,16 @@ def replay_blocks(schedule: Schedule) -> list[int]:
             for other in schedule.after[position]:
                 fetch(other)
     return fetched
+
+
+def predicted(
+    sizes: Sequence[int],
+    resident: Collection[int],
+    region_bytes: int,
+    work: Workload,
+    link: Link,
+    **options: Any,
+) -> Prediction:
+    """Predict a step with the fetches of a session's schedule. The arguments are those of `predict`."""
+    fetches = fetches_of_step(work, sizes, resident, region_bytes)
+    return predict(sizes, resident, region_bytes, work, link, fetches, **options)

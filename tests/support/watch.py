@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from carom.core.device.slot import SlotState
 from carom.core.session.layout_manager import LayoutManager
-from carom.core.streaming.streamer import Streamer
+from carom.core.streaming.run import Run
 
 
 def watch_changes(monkeypatch: pytest.MonkeyPatch, note: Callable[[], Any] = lambda: 1) -> list[Any]:
@@ -28,16 +29,17 @@ def watch_uses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     of the slot ends.
     """
     found: list[tuple[str, str]] = []
-    fill, release = Streamer.fill, Streamer.release
+    copy, release = Run.copy_unit, Run.release
 
-    def fetches(self: Any, unit: Any, *arguments: Any) -> Any:
-        found.append(("fetch", unit.name))
-        return fill(self, unit, *arguments)
+    def copies(self: Any, slot: Any, *arguments: Any) -> Any:
+        if slot.now.state is SlotState.FILLING:
+            found.append(("fetch", slot.unit.name))
+        return copy(self, slot, *arguments)
 
     def ends(self: Any, slot: Any, *arguments: Any) -> Any:
         found.append(("end", slot.unit.name))
         return release(self, slot, *arguments)
 
-    monkeypatch.setattr(Streamer, "fill", fetches)
-    monkeypatch.setattr(Streamer, "release", ends)
+    monkeypatch.setattr(Run, "copy_unit", copies)
+    monkeypatch.setattr(Run, "release", ends)
     return found

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 from carom.cli.main import main
 from carom.core.common.errors import BudgetError
-from carom.core.plan.predict import Link, PackedTransfer, Workload, predict
+from carom.core.plan.predict import Link, PackedTransfer, Workload
 from carom.core.plan.residency import SMALL_UNIT, UnitSize, Wish, plan_residency
 from carom.tools.planner import cost_model, estimate, model_plan, placement, presets
 from carom.tools.planner.estimate import Job, Machine
 from carom.tools.planner.shapes import Group, Shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_schedule_cases import predicted
 
 CARD = presets.CARDS["rtx4090-note"]
 LAYERS, PARAMS = 40, 143 << 20  # a layer of 286 MiB: slots of it lie on boundaries
@@ -152,7 +153,7 @@ def engine_says(
         if layer not in raw
     }
     work = Workload(tuple(range(LAYERS)), forward, *backward)
-    return predict([size] * LAYERS, raw, region, work, Link(rates.link, 0.0), packed=there).seconds
+    return predicted([size] * LAYERS, raw, region, work, Link(rates.link, 0.0), packed=there).seconds
 
 
 POINTS = [(vram, tokens) for vram in (4, 6, 7, 8, 9, 10, 11) for tokens in (64, 1024, 2048, 4096)]
@@ -187,7 +188,7 @@ def by_rule(units: list[UnitSize], budget: int, work: Workload, link: Link, deco
             for index, unit in enumerate(units)
             if index not in plan.resident
         }
-        step = predict(
+        step = predicted(
             [unit.nbytes for unit in units], plan.resident, plan.region_bytes, work, link, packed=there
         )
         found.append((plan, step))

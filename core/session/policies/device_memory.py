@@ -20,6 +20,7 @@ from ...budget.device_governor import Governor
 from ...budget.shared_budget import SharedBudget, mates_on
 from ...common.sizes import format_size
 from ...streaming.pass_retry import STEADY_LIMIT, ModuleState, PassSnapshot, sizes
+from ...streaming.runner import Use
 from ..device_weights import DeviceWeights
 from ..layout import Outcome, Wanted
 from ..layout_manager import LayoutManager
@@ -234,6 +235,9 @@ class DeviceMemory:
         self.asked.add(self._asking)
         # another thread may be changing this session's layout to give memory to its own session
         with self._manager.lock:
+            # While another pass runs, the module holds views of slots, which the snapshot would keep in use.
+            if self._manager.layout.runner.in_use(Use.PASS):
+                return None
             return PassSnapshot(self._manager.module.root, args, kwargs)
 
     def went_well(self, before: PassSnapshot) -> None:

@@ -61,7 +61,13 @@ def train(
     for number in numbers:
         torch.manual_seed(number)
         nets.append(nn.Sequential(*(Block(checkpointed) for _ in range(BLOCKS))))
-    sessions = [] if device is None else [carom.stream(net, device=device, vram=VRAM) for net in nets]
+    # A zero-bubble backward comes twice, and a checkpoint within a unit keeps the weights that it recomputed with until then.
+    granularity = "layer" if kind is ScheduleZBVZeroBubble else "auto"
+    sessions = (
+        []
+        if device is None
+        else [carom.stream(net, device=device, vram=VRAM, granularity=granularity) for net in nets]
+    )
     count = world * len(numbers)
     stages = [
         PipelineStage(net, number, count, torch.device("cpu"))

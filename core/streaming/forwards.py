@@ -1,10 +1,10 @@
-"""Defines `Runs`: while a unit's forward runs, its modules hold views of the unit's slot; single operators
-get such views as arguments.
+"""Defines `Forwards`: which forwards and operators run on each thread, passes from begin to end, and single operators that
+get views of slots as arguments.
 
 A unit is a group of streamed tensors. A slot is the device memory that holds a unit while it is used. The
-root is the module that the session streams. One `Runs` serves one streamer, under the streamer's lock. `Runs`
-also tells which threads are in a step (a forward or backward pass), and copies values that the model wrote to
-weights in a slot back to the host.
+root is the module that the session streams. One `Forwards` serves one streamer, under the streamer's lock. A unit's own
+forward is entered and left by `Run` (run.py), which notes it here. `Forwards` also tells which threads are in a step (a
+forward or backward pass), and copies values that the model wrote to weights in a slot back to the host.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..common.errors import UnsupportedError
+from ..device.slot import User
 from ..host.arena import storage_bytes
 from ..model import managed_tensor
 from ..model.function_gradients import accumulator, function_given, redirect
-from ..plan.region import Slot
-from .gradient_delivery import Deliver
-from .host_mapped_slots import NOWHERE
+from .foreach import has_places, run_each_place
+from .run import Entered
+from .unit import differentiable
+from .units_together import acquire_together
 
 if TYPE_CHECKING:
     from ..model.home import Home
-    from ..placement.backing import Backing
     from .streamer import Streamer
-    from .unit import StreamedUnit, Views, WeightProxy
+    from .unit import StreamedUnit, UnitSlot, Views
 
 
-class _Thread:
+class ThreadForwards:
     """The forwards and operators that run on one thread. What all threads do is counted from these objects, so
     that no other counter has to agree with them after an interrupt.
 
-    ``entered``: the units whose forward is running, with their slots.
-    ``roots``: for each running root forward, the length of ``entered`` at its start.
-    ``operators``: the slots that operators use.
-    ``show_host_tensors``: whether the thread sees host tensors even in a step.
+    ``entered``: the units whose forward is running. ``roots``: for each running root forward, the length of ``entered`` at
+    its start. ``operators``: the slots that operators use. ``show_host_tensors``: whether the thread sees host tensors
+    even in a step. ``user``: the user of slots for forwards on this thread's latest stream, one at a time for each unit.
     """
 
-    __slots__ = ("entered", "roots", "operators", "show_host_tensors", "__weakref__")
+    __slots__ = ("entered", "roots", "operators", "show_host_tensors", "user", "__weakref__")
 
     def __init__(self) -> None:
-        self.entered: list[tuple[StreamedUnit, Slot]] = []
+        self.entered: list[Entered] = []
         self.roots: list[int] = []
-        self.operators: list[Slot] = []
+        self.operators: list[UnitSlot] = []
         self.show_host_tensors = False
+        self.user: User | None = None
 
     @property
     def active(self) -> bool:
@@ -56,37 +57,31 @@ class _Thread:
         return bool(self.entered or self.roots)
 
 
-class _Local(threading.local):
-    """The `_Thread` of each thread.
+class Threads(threading.local):
+    """The `ThreadForwards` of each thread: ``mine``. ``threads``: weak references to those of all threads."""
 
-    ``threads``: weak references to those of all threads.
-    """
-
-    def __init__(self, threads: list[weakref.ref[_Thread]]) -> None:
-        self.mine = _Thread()
+    def __init__(self, threads: list[weakref.ref[ThreadForwards]]) -> None:
+        self.mine = ThreadForwards()
         threads.append(weakref.ref(self.mine, threads.remove))
 
 
-class Runs:
+class Forwards:
     """The running forwards of one streamer's units and root module.
 
     ``local``: the state of the present thread's forwards.
-    ``to_stay``: names of weights that the next layout should keep on the device, with the reasons.
     """
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
-        self._threads: list[weakref.ref[_Thread]] = []
-        self.local = self._local = _Local(self._threads)
-        self._streamed_modules: set[int] = (
-            set()
-        )  # ids of the modules with streamed weights, once one is asked for
+        self._threads: list[weakref.ref[ThreadForwards]] = []
+        self.local = self._local = Threads(self._threads)
+        # Ids of the modules with streamed weights, once one is asked for.
+        self._streamed_modules: set[int] = set()
         # Ids of threads that see host tensors instead of slots. These threads may keep views of slots for a
         # short time.
         self._hosts: set[int] = set()
         # Slot views whose addresses other code may use until the present passes end, by id. A view keeps its slot in use.
         self._addressed: dict[int, torch.Tensor] = {}
-        self.to_stay: dict[str, str] = {}
         self._marked: list[Views] = []  # views of which operators under no_grad let some require gradients
 
     @property
@@ -94,15 +89,10 @@ class Runs:
         """Whether a unit's or the root's forward is running."""
         return any(thread.active for thread in self._all_threads())
 
-    def _all_threads(self) -> list[_Thread]:
+    def _all_threads(self) -> list[ThreadForwards]:
         """Return the state of each thread."""
         # a copy of the list, because the end of a thread removes an entry at any time
         return [thread for reference in list(self._threads) if (thread := reference()) is not None]
-
-    def slots_used_by_thread(self) -> int:
-        """Return the number of slots that this thread's runs use."""
-        mine = self._local.mine
-        return len(mine.entered) + len(mine.operators)
 
     def other_thread_active(self) -> bool:
         """Return whether another thread runs a forward or takes a state dict."""
@@ -155,7 +145,7 @@ class Runs:
             # small resident parts.
             counts = part is None or self._streams(part)
             if counts and not self._root_count() and not streamer.backward.running:
-                streamer.meter.forward_begins(torch.is_grad_enabled(), 0 if part is None else id(part))
+                streamer.begin_step(torch.is_grad_enabled(), 0 if part is None else id(part))
             mine.roots.append(len(mine.entered))
 
     def _root_count(self) -> int:
@@ -193,12 +183,12 @@ class Runs:
         with streamer.lock:
             entered = mine.roots.pop() if mine.roots else 0
             # Code of the model may have kept a unit's forward from being left (a generator, for instance).
-            for unit, slot in reversed(mine.entered[entered:]):
-                self._leave(unit, slot)
+            while len(mine.entered) > entered:
+                streamer.run.end(mine.entered.pop())
             if self._addressed and not streamer.backward.running:
                 self.drop_addressed()
-            if streamer.held:
-                streamer.end_finished_uses()
+            if streamer.run.held:
+                streamer.run.end_finished_uses()
             if self._marked and not self._root_count():
                 self._unmark()
             if self._root_count() or streamer.backward.running:
@@ -210,12 +200,8 @@ class Runs:
             if not (mine.entered or mine.operators or self.other_thread_uses_slots()):
                 for unit in streamer.units:
                     unit.depth = 0
-                    _swap_out(unit)
-                streamer.free_all()
-
-    def interrupted(self) -> None:
-        """Note that an interrupt ends what this thread does with slots. See `Streamer.interrupted`."""
-        self._streamer.interrupted()
+                    unit.hide()
+                streamer.end_forward_uses()
 
     def abandon(self) -> None:
         """Forget all forwards and operators of this thread, because an interrupt ends them."""
@@ -227,131 +213,20 @@ class Runs:
 
     def restore_modules(self) -> None:
         """Put the host tensors back into the modules of all units, whatever was put in their place. Called while no
-        forward is running.
+        other thread runs a forward. The runs of this thread that go on have nothing left to undo.
         """
         self._addressed.clear()
+        self._local.mine.entered.clear()
         for unit in self._streamer.units:
-            restore_weight_lists(unit, {id(ours): host for _, _, ours, host in unit.swapped_in})
-            _swap_out(unit)
+            if unit.shown:
+                unit.restore_weight_lists(unit.shown)
+                unit.hide()
             unit.depth = 0
             for proxy in unit.proxies:
                 proxy.tensor = proxy.accumulator = None
                 proxy.forget_uses()
 
-    # -- a unit's own forward
-
-    def enter(self, unit: StreamedUnit) -> tuple[Slot, bool]:
-        """Acquire the unit's slot and put views of it into the unit's modules. Called before the unit's
-        forward; `leave` undoes this.
-
-        Returns the slot, and whether gradients are recorded.
-        """
-        streamer = self._streamer
-        gradient = torch.is_grad_enabled()
-        managed_tensor.refuse_transforms(unit.name)
-        with streamer.lock:
-            streamer.backward.register_pass()
-            slot = streamer.acquire(unit)
-            self._local.mine.entered.append((unit, slot))
-            unit.depth += 1
-            if unit.depth == 1 or (gradient and unit.backing.trainable and not unit.differentiable):
-                try:
-                    if unit.swapped_in:
-                        _swap_out(unit)
-                    self._swap_in(unit, slot.views.tensors, gradient)
-                except Exception:
-                    self._leave(unit, slot)
-                    raise
-        if gradient:
-            managed_tensor.push_handles(streamer)
-        return slot, gradient
-
-    def leave(self, unit: StreamedUnit, slot: Slot, gradient: bool) -> None:
-        """Put the host tensors back into the unit's modules, and release the slot. Called after the unit's
-        forward.
-        """
-        if gradient:
-            managed_tensor.pop_handles(self._streamer)
-        with self._streamer.lock:
-            self._leave(unit, slot, gradient)
-
-    def _leave(self, unit: StreamedUnit, slot: Slot, gradient: bool = False) -> None:
-        """Do the work of `leave` under the lock. Do nothing if the run was removed already."""
-        entered = self._local.mine.entered
-        if (unit, slot) not in entered:
-            return  # the run was removed already, when the root's forward ended
-        entered.reverse()  # search from the end, so that the most recent run of the unit is removed
-        entered.remove((unit, slot))
-        entered.reverse()
-        unit.depth -= 1
-        continues = False
-        try:
-            if unit.depth == 0:
-                if unit.differentiable:
-                    restore_weight_lists(unit, {id(ours): host for _, _, ours, host in unit.swapped_in})
-                _swap_out(unit)
-                self.write_back(slot)
-                continues = gradient and self._streamer.backward.continue_use(slot)
-        finally:
-            if not continues:
-                self._streamer.release(slot)
-
-    def _swap_in(self, unit: StreamedUnit, tensors: list[torch.Tensor], gradient: bool) -> None:
-        """Put the slot's ``tensors`` into the unit's modules in place of the host tensors."""
-        unit.differentiable = gradient and unit.backing.trainable
-        swapped_in, homes = unit.swapped_in, unit.homes
-        if not unit.backing.trainable:
-            for table, name, index in unit.sites:
-                host = homes[index].tensor
-                if table.get(name) is host:
-                    ours = tensors[index]
-                    # Recorded first, so that an interrupt in between leaves no view that is not recorded.
-                    swapped_in.append((table, name, ours, host))
-                    table[name] = ours
-            return
-        if gradient:
-            for proxy in unit.proxies:
-                proxy.uses += 1
-        autocast = torch.is_autocast_enabled(self._streamer.engine.device.type)
-        for table, name, index in unit.sites:
-            host = homes[index].tensor
-            if table.get(name) is host:
-                ours = tensors[index]
-                if homes[index].trainable and gradient:
-                    ours = self._differentiable(homes[index], unit.proxies[index], ours)
-                swapped_in.append((table, name, ours, host))
-                # Under autocast do not set this: autocast would cache casts of such leaves, and with them the
-                # slot's views.
-                if homes[index].trainable and not gradient and not autocast:
-                    # Modules such as torch's attention read requires_grad even under no_grad.
-                    ours.requires_grad_(True)
-                table[name] = ours
-
-    def _differentiable(self, home: Home, proxy: WeightProxy, view: torch.Tensor) -> torch.Tensor:
-        """Return the differentiable tensor that represents a trainable weight: the output of the weight's
-        `Deliver` node, with the data of ``view``.
-
-        The tensor is created at the first use, and later runs return the same tensor. If the weight has moved
-        to another slot since, the tensor's ``data`` is set to ``view``. Raises UnsupportedError if the layout was made
-        for passes without gradients.
-        """
-        if home.entry.untrained:
-            raise UnsupportedError(
-                f"{home.entry.name} requires a gradient, and gradients are recorded within a forward that began without "
-                "them, so the weights are laid out for inference: begin the forward with gradients, stream with "
-                "training='stream', or freeze the weight"
-            )
-        tensor = proxy.tensor
-        if tensor is None:
-            tensor = proxy.tensor = Deliver.apply(home.tensor, view.detach())
-            tensor._is_param = isinstance(home.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
-            home.dress(tensor)
-            proxy.version = tensor._version
-        elif tensor.data_ptr() != view.data_ptr():
-            tensor.data = view
-        return tensor
-
-    def write_back(self, slot: Slot, uncounted_writes: bool = False) -> None:
+    def write_back(self, slot: UnitSlot, uncounted_writes: bool = False) -> None:
         """Copy values that the model wrote to weights in the slot back to the host tensors.
 
         ``uncounted_writes``: an operator that writes to some of its arguments has run, and may have written
@@ -371,6 +246,7 @@ class Runs:
                 f"the model writes to weights of unit {unit.name!r} within a step, and they stream from a file; "
                 "stream the module from RAM (without weights= and disk=)"
             )
+        store = self._streamer.store
         for home, proxy, view in zip(unit.homes, unit.proxies, views.tensors, strict=True):
             if proxy.tensor is not None and proxy.tensor.numel():
                 view, proxy.version = proxy.tensor, proxy.tensor._version
@@ -381,19 +257,16 @@ class Runs:
                     continue
                 now = torch.empty_like(home.host, device="cpu")
                 self._streamer.engine.synchronize(self._streamer.engine.copy_out(now, view.detach()))
-                if torch.equal(storage_bytes(now), storage_bytes(home.read())):
+                if torch.equal(storage_bytes(now), storage_bytes(store.read(home))):
                     continue
-                home.keep(now)
-            self.to_stay[home.entry.name] = "the model writes to it"
-        if slot.offset == NOWHERE:
+                store.write(home, now)
+            self._streamer.next_layout.stay[home.entry.name] = "the model writes to it"
+        if views.moved():
             unit.backing.epoch += 1
-        elif views.moved():
-            unit.backing.epoch += 1
-            unit.views.pop(slot.offset, None)
             slot.views = None
-            self._streamer.views(slot)
+            self._streamer.run.slots.views(slot)
         else:
-            slot.version = unit.version()
+            self._streamer.keep_version(slot)
 
     # -- single operators
 
@@ -421,8 +294,12 @@ class Runs:
         gradient = torch.is_grad_enabled()
         managed_tensor.refuse_transforms(found[0]._carom.unit.name)
         homes: list[Home] = [tensor._carom for tensor in found]
-        uncounted_writes = managed_tensor.writes(getattr(func, "__name__", ""), kwargs)
-        slots: dict[int, tuple[StreamedUnit, Slot]] = {}
+        name = getattr(func, "__name__", "")
+        if has_places(name, args) and len({id(home.unit) for home in homes}) > 1:
+            return run_each_place(self.run_operator, func, args, kwargs, found)
+        uncounted_writes = managed_tensor.writes(name, kwargs)
+        slots: dict[int, tuple[StreamedUnit, UnitSlot]] = {}
+        run, user = streamer.run, User(threading.get_ident(), streamer.engine.stream())
         view: torch.Tensor | None = None
         replaced: dict[int, torch.Tensor] = {}
         operators = self._local.mine.operators
@@ -433,24 +310,25 @@ class Runs:
                     self._note_given(tensor, home)
         try:
             with streamer.lock:
-                streamer.backward.register_pass()
-                for home in homes:
-                    if id(home.unit) not in slots:
-                        unit = _unit_of(home)
-                        slots[id(home.unit)] = (unit, streamer.acquire(unit))
-                        operators.append(slots[id(home.unit)][1])
+                units = {id(home.unit): _unit_of(home) for home in homes}
+                for number, slot in zip(
+                    units, acquire_together(streamer, run, [*units.values()], user), strict=True
+                ):
+                    slots[number] = (units[number], slot)
+                    operators.append(slot)
                 for tensor, home in zip(found, homes, strict=True):
                     unit, slot = slots[id(home.unit)]
                     index = unit.homes.index(home)
-                    view = streamer.views(slot).tensors[index]
+                    views = run.slots.views(slot)
+                    view = views.tensors[index]
                     if gradient and home.trainable and not isinstance(tensor, managed_tensor.Value):
                         unit.proxies[index].uses += 1
-                        view = self._differentiable(home, unit.proxies[index], view)
+                        view = differentiable(home, unit.proxies[index], view)
                     elif not (gradient or autocast or view.requires_grad) and home.trainable:
                         # A product reads requires_grad of its operands even under no_grad, to choose a kernel. A
                         # view that the operator returns has the value of its base, so do not reset it here.
                         view.requires_grad_(True)
-                        self._marked.append(streamer.views(slot))
+                        self._marked.append(views)
                     replaced[id(tensor)] = view
             args, kwargs = managed_tensor.substitute(args, kwargs, replaced)
             if not gradient or not managed_tensor.hooks_are_ours():
@@ -476,7 +354,7 @@ class Runs:
                         if unit.depth == 0:  # if the unit's forward is running, its end writes back
                             self.write_back(slot, uncounted_writes)
                 finally:
-                    streamer.release_all([(slot, None) for _, slot in slots.values()])
+                    run.release_all([(slot, (user,)) for _, slot in slots.values()])
 
     def _note_given(self, tensor: torch.Tensor, home: Home) -> None:
         """Redirect the gradient of the weight ``tensor`` if an autograd function was given the weight. Raises
@@ -501,10 +379,6 @@ class Runs:
         if proxy.uses == 0:
             proxy.given_first = True
 
-    def close(self) -> None:
-        """Put the host tensors back into the modules of all units."""
-        self.restore_modules()
-
 
 def _itself(view: torch.Tensor) -> torch.Tensor:
     """Return ``view``. An operator that gives the slot view of a weight."""
@@ -513,26 +387,4 @@ def _itself(view: torch.Tensor) -> torch.Tensor:
 
 def _unit_of(home: Home) -> StreamedUnit:
     """Return the `StreamedUnit` that contains the weight of ``home``."""
-    return cast("Streamer", home.runtime).units[cast("Backing", home.unit).index]
-
-
-def _swap_out(unit: StreamedUnit) -> None:
-    """Put the host tensors back into the unit's modules in place of slot views."""
-    for table, name, ours, host in unit.swapped_in:
-        if table.get(name) is ours:  # leave a tensor with which the module replaced the view during the run
-            table[name] = host
-        if ours.requires_grad and ours.is_leaf:
-            ours.requires_grad_(False)
-            ours.grad = None
-    unit.swapped_in.clear()
-
-
-def restore_weight_lists(unit: StreamedUnit, hosts: dict[int, Any]) -> None:
-    """Put host tensors back into lists of weights that modules themselves keep (as LSTMs do).
-
-    ``hosts``: the host tensors, by the id of the view that represents each.
-    """
-    for module in {id(s.module): s.module for home in unit.homes for s in home.entry.sites}.values():
-        for kept in vars(module).values():
-            if type(kept) is list:
-                kept[:] = [hosts.get(id(item), item) for item in kept]
+    return cast("Streamer", home.runtime).units[home.unit.index]

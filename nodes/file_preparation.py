@@ -1,4 +1,6 @@
-"""`prepare_kernels`: compiles the kernels that a file's weights need while the file is read."""
+"""`prepare_file`: reads a model's file in the background and compiles the kernels that its weights need, while ComfyUI
+builds the model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,22 @@ from ..core.codec import warm_up
 from ..core.common.errors import CaromError
 from ..core.placement.packer import LEAST
 from . import comfyui_api
-from .node_settings import Settings, without_gain
+from .node_settings import Settings, choose_way, without_gain
+from .read_ahead import read_ahead
+
+
+def prepare_file(path: str, settings: Settings, device: torch.device) -> None:
+    """Begin to read the file at ``path`` and to compile the kernels that unpack its weights, if the weights will stream.
+
+    The file of a model that ComfyUI's dynamic VRAM will keep is not read: ComfyUI reads it itself, and the drive would
+    deliver it twice.
+    """
+    if not choose_way(settings.mode, device.type).streams:
+        return
+    if comfyui_api.has_dynamic_vram() and _fits(path, settings, device):
+        return
+    read_ahead(path)
+    prepare_kernels(path, settings, device)
 
 
 def prepare_kernels(path: str, settings: Settings, device: torch.device) -> None:
