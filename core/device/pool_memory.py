@@ -239,7 +239,8 @@ def find_offset(
     """
     losses: dict[int, int | None] = {id(extent.slot): loss(extent.slot) for extent in extents}
     best: tuple[int, int] | None = None
-    # A place that can be moved down without touching another extent loses no more there, so the ends are enough.
+    # It suffices to try offset 0 and the ends of extents. From any other offset, the place can be moved down to the next of
+    # these without overlapping a further extent.
     for end in (0, *(extent.end for extent in extents)):
         offset = -(-end // ALIGN) * ALIGN
         if offset + nbytes > capacity:

@@ -132,8 +132,8 @@ def spare_chunks(memory: PoolMemory, nbytes: int, grain: int, stay: Collection[S
 
 
 def no_room(memory: PoolMemory, units: Sequence[SlotUnit]) -> BudgetError:
-    """Return the error for ``units`` that find no room although everything unused was given up. Whoever knows budgets adds
-    the remedy.
+    """Return the error for ``units`` that find no room although everything unused was given up. The caller adds the remedy,
+    because the pool does not know the session's budget.
     """
     taken: dict[SlotState, list[str]] = {}
     for slot in memory.slots():

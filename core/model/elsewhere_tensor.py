@@ -71,6 +71,14 @@ class ElsewhereHome(Home):
         """
         raise NotImplementedError
 
+    def refuse_other_layout(self, value: torch.Tensor) -> None:
+        """Raise UnsupportedError if ``value`` has another shape or dtype than the weight."""
+        if value.shape != self.host.shape or value.dtype != self.host.dtype:
+            raise UnsupportedError(
+                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
+                f"{value.dtype} {tuple(value.shape)} while attached: close the session first"
+            )
+
     def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
         """Apply ``func``, an operator that writes to its first argument, to the weight.
 

@@ -62,11 +62,7 @@ class PackedHome(ElsewhereHome):
         """Pack ``value`` and store it as the weight's value. Raises UnsupportedError for another shape or
         dtype.
         """
-        if value.shape != self.host.shape or value.dtype != self.host.dtype:
-            raise UnsupportedError(
-                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
-                f"{value.dtype} {tuple(value.shape)} while attached: close the session first"
-            )
+        self.refuse_other_layout(value)
         self._tier.replace(self, value)
 
     def keep(self, value: torch.Tensor) -> None:

@@ -35,11 +35,7 @@ class StoredHome(ElsewhereHome):
 
     def replace(self, value: torch.Tensor) -> None:
         """Write ``value`` to the store. Raises UnsupportedError for another shape or dtype."""
-        if value.shape != self.host.shape or value.dtype != self.host.dtype:
-            raise UnsupportedError(
-                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
-                f"{value.dtype} {tuple(value.shape)} while attached: close the session first"
-            )
+        self.refuse_other_layout(value)
         with torch.inference_mode(False), torch.no_grad():
             laid_out = torch.empty_strided(self.host.shape, self.host.stride(), dtype=self.host.dtype)
             laid_out.copy_(value.detach())

@@ -8,10 +8,11 @@ are packed is decided by a formula (`schedule_ways`), and by the simulation wher
 an order with phases the layout of `schedule_phases` is tried as well.
 
 Where all units pass through a region (`schedule_in_region`), a unit may have another place at each of its fetches. With
-one place for each unit, units that are needed at nearly the same time may need the same place. Then the device waits in each cycle. Five units that pass through a
-region of two go to the places A, B, A, B, B, and the last one is fetched only after the fourth was used. Over two cycles
-they can go to A, B, A, B, A and B, A, B, A, B, and none of them waits. In a there-and-back order the places of the way
-there do not suit the way back.
+one place for each unit, units that are needed at nearly the same time may need the same place. Then the device waits in
+each cycle. For example, five units that pass through a region of two go to the places A, B, A, B, B, and the last one is
+fetched only after the fourth was used. Over two cycles they can go to A, B, A, B, A and B, A, B, A, B, and none of them
+waits. In training, units are used in one direction in forward and in the other one in backward, and the places that suit
+the forward do not suit the backward.
 
 So where the device would wait, the places are found by a replay of the order: after each use the units that are needed
 next are fetched, each to the place whose contents are needed latest (Belady's rule, `Region.place`). A fetch overwrites
@@ -209,8 +210,8 @@ def place_by_need(one: Schedule, region_bytes: int, links: int = 1) -> Schedule:
         return one
     if order.updates and any(units[unit].trainable for unit in order.uses):
         return one
-    # The link is as compute_seconds as the device: there the places matter most. Where the link binds, copies are late in any place,
-    # and where computing binds, they come in time with less lead.
+    # Assume a link that is busy for as long as the device computes: there the places matter most. Where the link binds,
+    # copies are late in any place. Where computing binds, they come in time with less lead.
     copying = links * compute_seconds / one.wire_bytes
     seconds = _seconds(one, links, copying)
     if seconds <= compute_seconds:
@@ -222,7 +223,9 @@ def place_by_need(one: Schedule, region_bytes: int, links: int = 1) -> Schedule:
 
 
 def _seconds(schedule: Schedule, links: int, copying: float) -> float:
-    """Return the seconds of a cycle in which a unit is used for one second a byte, and copied for ``copying`` seconds."""
+    """Return the seconds of a cycle of ``schedule``, if a use of a unit takes one second for each of its bytes, and a copy
+    takes ``copying`` seconds for each byte.
+    """
     sizes = [cost.nbytes for cost in schedule.units]
     free = [0.0] * links  # when each link has copied what was issued to it
     there = [0.0] * len(sizes)
@@ -285,8 +288,10 @@ class _Region:
         return tuple((slot.unit, slot.offset) for slot in self._region.slots)
 
     def run_cycle(self) -> bool:
-        """Use each unit in order. If the region is as it was at the same position of the cycle before, what follows is that
-        cycle's: then its fetches are copied. Returns whether they were.
+        """Use each unit in order. Where the region's contents equal those at the same position of the cycle before, the rest
+        of both cycles is equal too. Then the fetches of that rest are taken over, and nothing more is replayed.
+
+        Returns whether fetches were taken over.
         """
         before, self._states = self._states, {}
         for position in range(len(self._again)):
@@ -329,7 +334,9 @@ class _Region:
                 return
 
     def _fetch(self, unit: int, later_than: int) -> bool:
-        """Fetch ``unit``, over what is needed in more than ``later_than`` uses. Returns False if there is no room."""
+        """Fetch ``unit`` to a place whose contents are not needed in the next ``later_than`` uses. Returns False if there is
+        no such place.
+        """
         region, at, following = self._region, self._at, self._next
         self.work += _TRY + len(region.slots)
         uses_until = [following[slot.unit] - at for slot in region.slots]

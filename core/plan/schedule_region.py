@@ -1,8 +1,9 @@
 """The region's part of a schedule: the offsets of streamed units, and the fetches that follow from them.
 
 A streamed unit is copied for its uses to its place in the region, the device memory through which units stream. Here each
-unit has one place (`schedule_maker.place_by_need` may replace the result by one with several), and places overlap, because the region is smaller than the units together. What overlaps decides
-when a unit can be fetched: after the last reader of the bytes that the fetch overwrites. The *lead* of a fetch is how
+unit has one place (`schedule_maker.place_by_need` may replace the result by one with several), and places overlap, because
+the region is smaller than the units together. What overlaps decides when a unit can be fetched: after the last reader of
+the bytes that the fetch overwrites. The *lead* of a fetch is how
 much is used between that reader and the unit's own use. A copy that has less lead than it takes makes the device
 wait. So each unit is placed, at its first use, where the bytes were last read longest ago and are needed latest. Both
 distances are counted in streamed bytes, because these are known before any time was measured, and the seconds of a
@@ -267,7 +268,8 @@ def required_fetches(
             if base:
                 moment = 2 * (read - count) + 1
                 found.append(Fetch(begin, moment if update is None else max(moment, 2 * update), unit))
-            # The segment before the place keeps what the place leaves of it, and so does the one behind.
+            # The new segment covers the place. Of the first and last segment that it touches, the bytes outside the place
+            # keep their owner and read.
             cut = first + (starts[first] < offset)
             if end < (starts[behind] if behind < segments else high):
                 starts[cut:behind] = offset, end

@@ -45,9 +45,8 @@ def run_each_place(run: RunOperator, func: Callable, args: tuple, kwargs: dict, 
 
         its_args, its_kwargs = tuple(map(here, args)), {name: here(value) for name, value in kwargs.items()}
         if in_place:
-            run_at(
-                func, its_args, its_kwargs
-            )  # the result is not bound: its views would keep their slots in use
+            # The result is not bound to a name: its views would keep their slots in use.
+            run_at(func, its_args, its_kwargs)
         else:
             results += run_at(func, its_args, its_kwargs)
     # An operator in place returns its first list.

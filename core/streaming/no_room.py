@@ -49,7 +49,8 @@ def region_for(together: Sequence[SlotUnit], region_bytes: int) -> int:
 
 def no_room(streamer: Streamer, unit: StreamedUnit, found: BudgetError) -> BudgetError:
     """Return the error of a pass in which ``unit`` found no room, and ask for a larger region in the next layout. The error
-    names a larger budget: that of a plan with all slots that it asks for, or if that is not larger, of all units.
+    names a larger budget: one for the number of slots that plans ask for, or, if the present budget is not smaller than
+    that, one for all units.
 
     ``found``: the pool's error, which names the unit and those that take the memory.
     """

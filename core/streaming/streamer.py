@@ -254,8 +254,8 @@ class Streamer:
         upcoming = list(self.follower.upcoming())
         self.store.read_ahead([self.units[index].backing for index in upcoming])
         self._told = schedule
-        # A store sees by the fetches how far the order was used, until a unit comes again. The half: what it was told must
-        # still lie ahead when it is told anew, because it reads ahead while units are fetched.
+        # A store learns from the fetches how far the order was followed, until a unit is fetched for the second time. Tell it
+        # the order anew after half of the different units: it reads ahead, so it needs to know what comes after them.
         self._told_until = self.run.fetched + min(TOLD_AT_ONCE, distinct_uses(upcoming) // 2)
 
     def evict_trainable(self) -> None:

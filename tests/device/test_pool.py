@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -617,12 +618,12 @@ def test_a_fault_without_room_names_what_is_in_use_and_takes_nothing():
     assert bench.fetch(bench.make_slot(bench.units[2], 0))
 
 
-def make_waiting(bench: Bench, *units):
-    """Start a thread that faults ``units``, and return it when it waits."""
+def make_waiting(bench: Bench, *units, using=None):
+    """Start a thread that faults ``units`` within a use of the unit ``using``, and return it when it waits."""
     found = []
 
     def fault():
-        with bench.lock:
+        with bench.lock, nullcontext() if using is None else bench.using(using):
             slots, user = bench.fault(*units)
             for slot in slots:
                 bench.read(slot)
@@ -659,23 +660,11 @@ def test_a_thread_that_waits_for_the_other_user_of_its_own_slot_learns_that_wait
     user = bench.make_user()
     bench.pool.enter(a.unit, 1, user)
 
-    def other():
-        with bench.lock:
-            mine = bench.make_user()
-            bench.pool.enter(a.unit, 1, mine)
-            try:
-                bench.fault(bench.make_unit(UNIT))
-            finally:
-                bench.pool.leave(a, mine)
-
-    threads, errors = in_threads(other)
-    limit = time.monotonic() + 10
-    while not bench.waiters.asleep and time.monotonic() < limit:
-        time.sleep(0.001)
+    thread, errors, _ = make_waiting(bench, bench.make_unit(UNIT), using=a.unit)
     with bench.lock:
         bench.pool.leave(a, user)
-    threads[0].join(PATIENCE)
-    assert not threads[0].is_alive() and [type(error) for error in errors] == [BudgetError]
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and [type(error) for error in errors] == [BudgetError]
 
 
 def test_a_unit_that_another_thread_fetches_meanwhile_is_not_fetched_twice():
@@ -700,27 +689,15 @@ def test_threads_that_wait_do_not_wait_for_each_other():
     mine = bench.make_user()
     bench.pool.enter(a.unit, 1, mine)
 
-    def other():
-        with bench.lock:
-            user = bench.make_user()
-            bench.pool.enter(b.unit, 1, user)
-            try:
-                bench.fault(bench.make_unit(UNIT))
-            finally:
-                bench.pool.leave(b, user)
-
-    threads, errors = in_threads(other)
-    limit = time.monotonic() + 10
-    while not bench.waiters.asleep and time.monotonic() < limit:
-        time.sleep(0.001)
+    thread, errors, _ = make_waiting(bench, bench.make_unit(UNIT), using=b.unit)
     began = time.monotonic()
     with bench.lock, pytest.raises(BudgetError):
         bench.fault(bench.make_unit(UNIT))
     assert time.monotonic() - began < PATIENCE
     with bench.lock:
         bench.pool.leave(a, mine)
-    threads[0].join(PATIENCE)
-    assert not threads[0].is_alive() and not errors
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and not errors
 
 
 def test_a_thread_that_waits_is_told_of_the_close():
