@@ -16,8 +16,9 @@ P4  What a copy overwrites is unmarked before the copy is issued, and the new un
     has all its bytes, and slots that are readable or being filled never overlap.
 P5  A stream reads a slot only after it has waited for the event of the copy.
 P6  A user gets the version that it asks for, or the one that other users of the unit read at that time.
-P7  Memory is written only after the device was idle once since the allocation (other streams may still read what the
-    allocator hands out again), and given back only when the device is idle and no one uses it.
+P7  A place lies within its chunk. Memory is written only after the device was idle once since the allocation (other
+    streams may still read what the allocator hands out again), and given back only when the device is idle and no one
+    uses it.
 P8  A state changes as `NEXT` (slot.py) says, by one assignment of a whole record.
 P9  A copy that was begun and not completed (it failed, or an interrupt came) keeps its place until the device was idle.
 P10 A unit has one slot in which it is looked for. Another slot holds it only as long as the program keeps a view there.
@@ -87,7 +88,7 @@ class Pool:
         last = self._last.get(slot.unit)
         if last is not None and last.now.state is not _FREE and _serves(last.now, version):
             return Issue.PRESENT
-        if slot.end > slot.chunk.nbytes:  # P7: the chunk was given back
+        if slot.offset < 0 or slot.end > slot.chunk.nbytes:  # P7: a chunk that was given back has 0 bytes
             return Issue.REFUSED
         over = extents_over(slot.chunk.extents, slot.offset, slot.end)
         for extent in over:

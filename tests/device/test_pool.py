@@ -328,6 +328,14 @@ def test_the_device_is_idle_between_an_allocation_and_the_first_copy_and_before_
     assert calls == ["synchronize"]
 
 
+def test_a_place_that_is_not_within_the_region_is_refused():
+    """A schedule writes -1 for the offset of a unit that it does not place."""
+    bench = make_bench(2)
+    for offset in (-1, bench.memory.region.nbytes - UNIT + ALIGN):
+        slot = bench.make_slot(bench.make_unit(UNIT), offset)
+        assert bench.pool.issue(slot, 1) is Issue.REFUSED
+
+
 def test_a_new_region_has_none_of_the_old_slots():
     bench = make_bench(1)
     (a,) = make_streamed(bench, 0)
@@ -1056,7 +1064,9 @@ BROKEN = [
     ("P7", pool_memory, "self._engine.synchronize()  # P7\n            self.chunks = (region", "self.chunks = (region", test_the_device_is_idle_between_an_allocation_and_the_first_copy_and_before_memory_goes),
     ("P7", pool_memory, "self._engine.synchronize()  # P7\n        for chunk", "for chunk", test_the_device_is_idle_between_an_allocation_and_the_first_copy_and_before_memory_goes),
     ("P7", pool, "if slot.now.state in (_FILLING, _IN_USE):", "if False:", test_a_new_region_has_none_of_the_old_slots),
-    ("P7", pool, "if slot.end > slot.chunk.nbytes:", "if False:", test_a_new_region_has_none_of_the_old_slots),
+    ("P7", pool, " or slot.end > slot.chunk.nbytes:", ":", test_a_new_region_has_none_of_the_old_slots),
+    ("P7", pool, " or slot.end > slot.chunk.nbytes:", ":", test_a_place_that_is_not_within_the_region_is_refused),
+    ("P4", pool, "slot.offset < 0 or ", "", test_a_place_that_is_not_within_the_region_is_refused),
     ("P7", pool, " if _unclaimed(chunk, dropped)]", "]", test_units_in_use_or_held_are_not_dropped),
     ("P8", slot_file, "raise BrokenRuleError(", "return (following, ", test_a_step_that_the_table_does_not_have_is_refused_and_named),
     ("P9", pool, "self._engine.synchronize()  # P9", "pass", test_a_copy_that_failed_leaves_its_place_to_others),

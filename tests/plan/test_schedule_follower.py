@@ -61,6 +61,22 @@ def test_a_pass_that_goes_over_to_a_known_order_is_fetched_by_its_table():
     )
 
 
+def test_fetches_of_the_order_that_a_pass_leaves_are_not_due_any_more():
+    def begin_other_pass(one: Following, issued: bool) -> list[int]:
+        for order in (ALL, ALL, FEWER, FEWER, ALL):
+            one.run(order)
+        one.follower.expect_pass()
+        for unit in FEWER[:3]:
+            one.follower.begin_use(unit, False, False)
+            assert one.follower.schedule is not None
+            if issued and unit != FEWER[2]:
+                one.follower.due.clear()
+        return [one.follower.schedule.unit_of[number] for number in one.follower.due]
+
+    late, in_time = begin_other_pass(Following(), False), begin_other_pass(Following(), True)
+    assert late == in_time and set(late) <= set(FEWER)
+
+
 @pytest.mark.parametrize("trainable", [False, True])
 def test_the_first_forward_after_a_backward_fetches_what_an_update_changed(trainable):
     one = Following(trainable=trainable)

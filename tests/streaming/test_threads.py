@@ -362,6 +362,54 @@ def test_a_session_that_closes_while_a_thread_waits_for_a_slot_tells_it(device):
     assert torch.equal(infer(model), want)
 
 
+def test_a_session_that_closes_within_the_forward_of_a_unit_restores_its_weights(device):
+    model, twin = pair()
+    true, inside_block, taken, errors = (
+        dict(model.named_parameters()),
+        threading.Event(),
+        threading.Event(),
+        [],
+    )
+
+    def use_other(*_):  # waits for a slot while views of another slot stand in the block
+        inside_block.set()
+        assert taken.wait(20)
+        model.get_submodule(last).a.weight.sum()
+
+    def sample():
+        with pytest.raises(carom.CaromError, match="closed") as caught:
+            infer(model)
+        errors.append(caught.value)
+
+    with carom.stream(model, device=device, vram=part(model, 0.5), granularity="block") as live:
+        infer(model)
+        block, *_, last = [unit.name for unit in inside(live).streamed if unit.name.startswith("blocks")]
+        hook = model.get_submodule(f"{block}.n").register_forward_hook(use_other)
+        inner = inside(live).streamer
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        weight = f"{block}.a.weight"
+        assert inside_block.wait(20) and model.get_parameter(weight) is not true[weight]
+        slots, user = [], User(threading.get_ident(), inner.engine.stream())
+        named = {unit.name: unit for unit in inner.units}
+        while unused := [slot for slot in inside(live).slots if not slot.users]:
+            slots.append(inner.run.acquire(named[unused[0].unit], user))
+        taken.set()
+        limit = time.monotonic() + 20
+        while not inner.slot_waiters.asleep and time.monotonic() < limit:
+            time.sleep(0.001)
+        assert inner.slot_waiters.asleep
+        live.close()
+        assert all(model.get_parameter(name) is parameter for name, parameter in true.items())
+        for slot in slots:
+            inner.run.release(slot, (user,))
+        thread.join(10)
+        assert not thread.is_alive() and len(errors) == 1
+    hook.remove()
+    assert all(model.get_parameter(name) is parameter for name, parameter in true.items())
+    assert torch.equal(infer(model), infer(twin))
+
+
 def test_a_state_dict_taken_while_another_thread_infers_has_true_values(device):
     model, twin = pair()
     true, over = twin.state_dict(), threading.Event()
