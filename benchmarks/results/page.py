@@ -121,7 +121,7 @@ PARTS = (
         "Host time",
         "What Carom adds on the host. In small models the host limits the speed: their blocks have few and short kernels. "
         "Counts of calls depend on the code alone, not on the machine.",
-        lambda cell: cell.kind in ("host time", "host calls") or (cell.kind == "engines" and not _wide(cell)),
+        lambda cell: cell.kind in ("host time", "host calls", "two commits") or (cell.kind == "engines" and not _wide(cell)),
     ),
     Part(
         "Predicted steps",

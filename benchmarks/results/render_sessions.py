@@ -100,7 +100,7 @@ def codec_choice_rows(record: dict[str, Any]) -> list[Row]:
 
 
 def host_time_rows(record: dict[str, Any]) -> list[Row]:
-    """Return the rows of a record of `host_time_compare`: host time of a unit before and after a change."""
+    """Return the rows of a record of host times of two checkouts, which a program of earlier versions made."""
     found = []
     before, after = (record["commits"][side] for side in ("before", "after"))
     for row in record["cases"]:
@@ -117,6 +117,28 @@ def host_time_rows(record: dict[str, Any]) -> list[Row]:
                     own["median"], quartiles=(own["q1"], own["q3"]), samples=len(samples), processes=len(samples),
                     base=row["before"]["median"] if side == "after" else None,
                     base_case=f"Carom at {before}" if side == "after" else None, note=words if side == "after" else "",
+                )
+            )  # fmt: skip
+    return found
+
+
+def two_commits_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a record of `two_commits`: steps of the DiT at two commits and of peers, measured in turns."""
+    names = {side: f"Carom at {commit[:12]}" for side, commit in record["commits"].items()}
+    found = []
+    for row in record["cases"]:
+        for side, turns in ((side, data["turns"]) for side, data in record["samples"][row["case"]].items()):
+            if side not in row:
+                continue
+            own, later = row[side], side == "after" and "ratio" in row
+            host = row["unit"] == "us a block"
+            found.append(
+                Row(
+                    f"DiT, {row['case']}, in turns", names.get(side, side),
+                    "host time added to a block" if host else "step", "us" if host else "ms", own["median"],
+                    quartiles=(own["q1"], own["q3"]), samples=len(turns), processes=1,
+                    base=row["before"]["median"] if later else None, base_case=names["before"] if later else None,
+                    note=f"ratio {row['ratio']:.3f}" if later else "",
                 )
             )  # fmt: skip
     return found
