@@ -36,24 +36,24 @@ out = os.fdopen(os.dup(1), "w"); os.dup2(2, 1)
 spec = importlib.util.spec_from_file_location("carom", root + "/__init__.py", submodule_search_locations=[root])
 carom = importlib.util.module_from_spec(spec); sys.modules["carom"] = carom; spec.loader.exec_module(carom)
 import gc, torch
-from carom.benchmarks.engines import host_time, measure
-from carom.benchmarks.engines.case import Case
-from carom.benchmarks.engines.dit import build, make_inputs
-from carom.benchmarks.engines.peers import Skip, get_engine
+case_, dit, host_time, measure, peers = (
+    importlib.import_module("carom.benchmarks.engines." + name)
+    for name in ("case", "dit", "host_time", "measure", "peers")
+)
 host_time.ROUNDS = 1
 attached = None
 for line in sys.stdin:
     order = json.loads(line)
     if order["do"] == "attach":
-        case = Case(**order["case"], engine=engine)
+        case = case_.Case(**order["case"], engine=engine)
         device = torch.device(case.device if case.device == "cpu" else "cuda:0")
         answer = {"status": "ok"}
         if case.kind == "step":
             began = time.perf_counter()
-            model = build(case); inputs = make_inputs(case, device)
+            model = dit.build(case); inputs = dit.make_inputs(case, device)
             try:
-                attached = get_engine(engine).attach(model, case, device)
-            except Skip as skip:
+                attached = peers.get_engine(engine).attach(model, case, device)
+            except peers.Skip as skip:
                 answer = {"status": "skipped", "reason": str(skip)}
             answer["attach_seconds"] = time.perf_counter() - began
             for _ in range(case.warmup if attached else 0):

@@ -396,7 +396,6 @@ class FileReads:
             wait_seconds=read.late_seconds,
             notes=(
                 *source.checkpoint.notes,
-                *self._residents.notes,
                 *self._packing_note(),
                 *source.budget_notes(),
             ),

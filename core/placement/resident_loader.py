@@ -25,7 +25,7 @@ from ..checkpoint.direct_io import ALIGN as PAGE
 from ..checkpoint.disk_reader import DiskReader
 from ..checkpoint.file_read import ReadTarget
 from ..checkpoint.read_handle import SubmittedRead
-from ..common.errors import CaromError, WeightsError
+from ..common.errors import CaromError
 from ..common.sizes import MIB
 from ..device.engine import Engine
 from ..device.staging import Staging
@@ -37,7 +37,6 @@ from ..model.arriving_tensor import clear_pending, mark_pending
 from ..model.compiling import quiet, untraced
 from ..model.interpose import Wrapped
 from ..plan.residency import round_up
-from .gpudirect_loads import DirectLoads, try_direct
 from .resident_loads import Load, PackedLoad
 
 logger = logging.getLogger("carom")
@@ -94,11 +93,9 @@ class ResidentLoader:
         self.read_bytes = 0
         self.late_seconds = 0.0  # time that host threads waited for loads
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
-        self._direct: DirectLoads | None = None
         self._staging: Staging | None = None
         self._sizes = (0, 0)  # bytes of each staging buffer, and their number
         self.temporary_bytes = 0
-        self.notes: list[str] = []
 
     @property
     def wanted(self) -> bool:
@@ -169,11 +166,6 @@ class ResidentLoader:
         self._allocate(size, count)
         if count:
             self._reader = reader(min(size, _CHUNK))
-            blocks = [staged.block.data for staged in self._free]
-            if not any(item.packed or item.engine for item in self._queue):
-                self._direct = try_direct(self._engine, self._reader, self._queue, blocks)
-            if self._direct is not None:
-                self.notes.append("resident weights are read past host memory (GPUDirect Storage)")
             self._submit_reads()
         if not self._pending:
             self._finish()
@@ -255,8 +247,6 @@ class ResidentLoader:
             self._withdraw_failed()
             self._move_to_front(item)
             self._withdraw_earlier_packed(item)
-            if self._direct is not None:
-                self._load_via_gpudirect(item)
             if item.packed is None:
                 while item.pieces_left:
                     self._submit_reads()
@@ -339,8 +329,6 @@ class ResidentLoader:
     def _submit_reads(self) -> None:
         """Submit disk reads for every free staging buffer."""
         assert self._reader is not None
-        if self._direct is not None:
-            return
         while self._free:
             while self._queue and not self._queue[0].pieces:
                 self._queue.popleft()
@@ -425,28 +413,6 @@ class ResidentLoader:
             self._engine.synchronize(event)
             self._mark_loaded(item)
 
-    def _load_via_gpudirect(self, item: Load) -> None:
-        """Load ``item`` through GPUDirect Storage, with the reads of the next load submitted. After a
-        failure, return without an error, so that the staging buffers are used.
-        """
-        assert self._direct is not None
-        ahead = [other for other in self._queue if other is not item and other.pieces]
-        try:
-            began = self._direct.load([item, *ahead[:1]])
-        except WeightsError:
-            raise
-        except Exception as error:
-            logger.warning("carom: GPUDirect Storage failed and is not used any more: %s", str(error))
-            self._direct.close()
-            self._direct = None
-            return
-        nbytes = sum(read.nbytes for piece in item.pieces for read in piece.reads)
-        self.spans.append((item.name, began, time.perf_counter(), nbytes))
-        self.read_bytes += nbytes
-        item.pieces.clear()
-        item.pieces_left = 0
-        self._mark_loaded(item)
-
     def _mark_loaded(self, item: Load) -> None:
         """Set the class of the tensors of ``item`` back to their own, now that their bytes are on the device."""
         with torch.inference_mode(False), torch.no_grad():
@@ -478,9 +444,6 @@ class ResidentLoader:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        if self._direct is not None:
-            self._direct.close()
-            self._direct = None
         for staged in (*self._free, *self._submitted):
             if staged.copied is not None:
                 self._engine.synchronize(staged.copied)

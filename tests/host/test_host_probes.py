@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -351,16 +350,6 @@ def test_aimdo_is_not_tried_under_expandable_segments(monkeypatch):
     monkeypatch.setattr(extras.subprocess, "run", lambda *_, **__: pytest.fail("tried"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert "expandable_segments" in extras.probe_aimdo(gpu_of().kind).reason
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is for Linux")
-def test_kvikio_needs_its_kernel_module(monkeypatch, tmp_path):
-    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())
-    assert "nvidia-fs" in extras.probe_kvikio(gpu_of().kind, str(tmp_path / "absent")).reason
-    (tmp_path / "stats").write_text("")
-    found = extras.probe_kvikio(gpu_of().kind, str(tmp_path / "stats"))
-    assert found.usable and "never yet proven on hardware" in found.reason
-    assert not extras.probe_kvikio(None).usable
 
 
 def test_the_ways_of_pinning_and_its_limit_are_said_where_a_system_has_them():

@@ -1,13 +1,10 @@
-"""Probes of optional backends: whether comfy-aimdo's memory pool and GPUDirect Storage can be used on this
-machine.
-"""
+"""The probe of an optional backend: whether comfy-aimdo's memory pool can be used on this machine."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -84,35 +81,6 @@ def probe_aimdo(kind: str | None, seconds: float = 30.0) -> OptionalBackend:
     if answer["reason"]:
         return OptionalBackend(name, False, f"{version}: {answer['reason']}")
     return OptionalBackend(name, True, f"{version} works here")
-
-
-def probe_kvikio(kind: str | None, nvidia_fs: str = "/proc/driver/nvidia-fs/stats") -> OptionalBackend:
-    """Return whether kvikio can read from the drive directly to a GPU of ``kind`` ("cuda", "rocm", None: no
-    GPU).
-
-    Such reads are called GPUDirect Storage. Carom was tested only with a substitute for kvikio
-    (tests/host/test_gds.py); the reason of a usable result says so too.
-    """
-    name = "kvikio (GPUDirect Storage)"
-    if sys.platform != "linux":
-        return OptionalBackend(name, False, "exists for Linux only")
-    if importlib.util.find_spec("kvikio") is None:
-        return OptionalBackend(name, False, "not installed")
-    version = _version("kvikio")
-    if kind != "cuda":
-        return OptionalBackend(name, False, f"{version} installed, but there is no NVIDIA GPU for it")
-    if not os.path.exists(nvidia_fs):
-        return OptionalBackend(
-            name,
-            False,
-            f"{version} installed, but the nvidia-fs kernel module is not loaded: reads pass through RAM",
-        )
-    return OptionalBackend(
-        name,
-        True,
-        f"{version} installed and nvidia-fs is loaded; compared with reads through RAM on each file system, never yet "
-        "proven on hardware that has GPUDirect Storage",
-    )
 
 
 def _version(distribution: str) -> str:

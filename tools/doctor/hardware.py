@@ -24,7 +24,7 @@ from ...core.common.sizes import MIB
 from ...core.host import probe as host_probe
 from ...core.host.pin_limit import ALL_PINNED, PinLimit
 from ...core.host.probe import DiskRate, HostMemory
-from .extras import OptionalBackend, probe_aimdo, probe_kvikio
+from .extras import OptionalBackend, probe_aimdo
 
 if TYPE_CHECKING:
     from ...core.device.pin_ways import PinTrial
@@ -458,7 +458,7 @@ def probe(
         else (None, host_probe.NOT_ASKED)
     )
     kind = None if gpu is None else gpu.kind
-    found = (probe_aimdo(kind), probe_kvikio(kind)) if extras else ()
+    found = (probe_aimdo(kind),) if extras else ()
     return Hardware(
         host_probe.system_name(), torch, memory, gpu, reason, cpu_flops, rate, disk_reason, found,
         time.monotonic() - start,
