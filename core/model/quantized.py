@@ -159,7 +159,7 @@ def _flattenable_names(module: nn.Module) -> list[str]:
     return [
         name
         for name, p in module._parameters.items()
-        if p is not None and (is_wrapper(p) or is_data_subclass(p))
+        if type(p) is not nn.Parameter and p is not None and (is_wrapper(p) or is_data_subclass(p))
         and not (p.requires_grad or p.is_inference()) and can_be_rebuilt(p)
     ]  # fmt: skip
 

@@ -47,6 +47,11 @@ class Tree:
             for value in module._parameters.values()
         )
 
+    def buffers(self) -> set[int]:
+        """Return the ids of the tree's buffers as it is now."""
+        tables = (module._buffers for module in self._root.modules())
+        return {id(tensor) for table in tables for tensor in table.values() if tensor is not None}
+
     def entries(self) -> list[Entry]:
         """Return an entry for each tensor of the tree as it is now."""
         return collect(self._root)

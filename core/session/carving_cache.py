@@ -25,12 +25,14 @@ class _Known:
     """A carving, and what it was made of.
 
     ``options``: the arguments of `carve`. ``tree``: the modules, see `_tree`. ``entries``: all entries of the carving.
-    ``kinds``: what `_kinds` returned for them.
+    ``places``: the dicts of modules that hold their tensors, with the names. ``kinds``: what `_kinds` returned for the
+    entries.
     """
 
     options: dict[str, Any]
     tree: list[int]
     entries: list[Entry]
+    places: list[tuple[dict[str, Any], str, Entry]]
     kinds: list[Any]
     carving: Carving
 
@@ -55,7 +57,8 @@ class CarvingCache:
         own = _copy(carving)
         entries = [entry for unit in own.units for entry in unit.entries]
         entries += [entry for entry, _ in own.resident] + own.adapters
-        self._known.appendleft(_Known(options, tree, entries, _kinds(entries), own))
+        places = [(site.table, site.name, entry) for entry in entries for site in entry.sites]
+        self._known.appendleft(_Known(options, tree, entries, places, _kinds(entries), own))
         return carving
 
     def forget_replaced(self) -> None:
@@ -68,7 +71,7 @@ class CarvingCache:
             self._forget_replaced(_tree(self._root))
 
     def _forget_replaced(self, tree: list[int]) -> None:
-        for known in [known for known in self._known if known.tree != tree or _replaced(known.entries)]:
+        for known in [known for known in self._known if known.tree != tree or _replaced(known)]:
             self._known.remove(known)
 
     def forget(self) -> None:
@@ -92,9 +95,9 @@ def _tree(root: nn.Module) -> list[int]:
     return numbers
 
 
-def _replaced(entries: list[Entry]) -> bool:
-    """Return whether the module has another tensor in the place of one of ``entries``."""
-    return any(site.table.get(site.name) is not entry.tensor for entry in entries for site in entry.sites)
+def _replaced(known: _Known) -> bool:
+    """Return whether the module has another tensor in the place of an entry of the carving."""
+    return any(table.get(name) is not entry.tensor for table, name, entry in known.places)
 
 
 def _kinds(entries: list[Entry]) -> list[Any]:

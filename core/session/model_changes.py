@@ -200,9 +200,11 @@ class ModelChanges:
         self._follow_replaced()
         layout = self._manager.layout
         known = {id(entry.tensor) for entry in layout.entries()}
+        if layout.tree.buffers() <= known or layout.tree.lent():
+            return
         # a tensor that cannot be managed must not prevent the layout from being undone
         with contextlib.suppress(CaromError):
-            for entry in () if layout.tree.lent() else layout.tree.entries():
+            for entry in layout.tree.entries():
                 if entry.is_buffer and not entry.trainable and id(entry.tensor) not in known:
                     layout.placement.made_here(entry)
 
