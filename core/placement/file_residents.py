@@ -1,10 +1,12 @@
 """Defines `FileResidents`: the tensors of a weights file that stay on the device (residents).
 
-Their device memory is allocated when the layout is made. Their bytes are loaded on first use.
+Their device memory is allocated when the layout is made. Their bytes are loaded on first use. The program may write to
+them: what differs from the file when the layout ends is kept in host memory.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,13 +17,15 @@ from ..common.sizes import MIB
 from ..device.engine import Engine
 from ..host.arena import HostArena, storage_bytes
 from ..host.cache_pieces import PlacedTensor
-from ..model.units import SMALL_BUFFER, Entry, Unit
+from ..model.units import Entry, Unit
 from ..plan.region import ALIGN
 from ..plan.residency import round_up
 from .bound_checkpoint import Checkpoint, FileTensor, replace_in_modules
+from .host_copies import fingerprint
 from .resident_loader import ResidentLoader
 from .resident_loads import Load
 
+logger = logging.getLogger("carom")
 _TEMPORARY = 64 * MIB  # most bytes of temporary staging memory, unless one packed tensor is larger
 
 
@@ -29,17 +33,14 @@ _TEMPORARY = 64 * MIB  # most bytes of temporary staging memory, unless one pack
 class _Resident:
     """A tensor that stays on the device.
 
-    ``version``: the tensor's torch version counter after loading, None before.
-    ``loaded``: a CPU copy of a small buffer as it was loaded, None for other tensors.
+    ``version``: the tensor's torch version counter after loading, None before. ``address``: of its bytes after loading.
     """
 
     entry: Entry
     file_tensor: FileTensor
     tensor: torch.Tensor
     version: int | None = None
-    # Kernels may update a buffer (batch-norm statistics) without raising its version counter, so its bytes
-    # are compared.
-    loaded: torch.Tensor | None = None
+    address: int = 0
 
     def arrive(self) -> None:
         """Record that the bytes were loaded. If the tensor has a written value in host memory, copy that
@@ -49,20 +50,57 @@ class _Resident:
             return
         if self.file_tensor.changed is not None:
             self.tensor.copy_(self.file_tensor.changed)
-        self.version = self.tensor._version
-        if self.file_tensor.bound.is_buffer and self.entry.nbytes <= SMALL_BUFFER:
-            self.loaded = self.tensor.detach().to("cpu", copy=True)
+        self.version, self.address = self.tensor._version, self.tensor.data_ptr()
 
     @property
-    def changed(self) -> bool:
-        """Whether the model changed the tensor since its bytes were loaded."""
-        if self.version is None:
-            return False
-        if self.tensor._version != self.version:
-            return True
-        return self.loaded is not None and not torch.equal(
-            storage_bytes(self.loaded), storage_bytes(self.tensor.detach().cpu())
-        )
+    def shows_change(self) -> bool:
+        """Whether the tensor shows that it was written to, or that its ``.data`` was assigned."""
+        moved = self.tensor._version != self.version or self.tensor.data_ptr() != self.address
+        return self.version is not None and moved
+
+
+@dataclass(eq=False)
+class _LoadedRange:
+    """The residents of one load, in one range of device memory.
+
+    ``memory``: the range, as bytes. ``known``: the fingerprint of the bytes that were loaded, None before. Writes through
+    ``.data`` (as PEFT merges adapters) and kernels that update statistics raise no version counter, so bytes are compared.
+    """
+
+    memory: torch.Tensor
+    residents: list[_Resident]
+    known: torch.Tensor | None = None
+
+    def arrive(self) -> None:
+        """Record that the bytes were loaded."""
+        for resident in self.residents:
+            resident.arrive()
+        self.known = fingerprint([self.memory])
+
+    def changed(self, checkpoint: Checkpoint) -> list[_Resident]:
+        """Return the residents whose values differ from those that were loaded."""
+        if self.known is None:
+            return [resident for resident in self.residents if resident.shows_change]
+        try:
+            as_loaded = torch.equal(self.known, fingerprint([self.memory]))
+        except RuntimeError as error:  # the device fails: nothing on it can be read any more
+            logger.warning(
+                "carom: what was written to weights on the device may be lost: %s", str(error).splitlines()[0]
+            )
+            as_loaded = True
+        return [
+            resident
+            for resident in self.residents
+            if resident.shows_change or not (as_loaded or _as_in_file(resident, checkpoint))
+        ]
+
+
+def _as_in_file(resident: _Resident, checkpoint: Checkpoint) -> bool:
+    """Return whether the tensor has the value that its file, or host memory, has for it."""
+    if resident.version is None:
+        return True
+    stored, present = checkpoint.read(resident.file_tensor), resident.tensor.detach().cpu()
+    return torch.equal(storage_bytes(stored), storage_bytes(present))
 
 
 def _aligned(entry: Entry) -> int:
@@ -103,7 +141,7 @@ class FileResidents:
         self.arriving = ResidentLoader(engine, arena)
         self.nbytes = 0
         self.decoded_bytes = 0  # packed bytes of the largest load that the device decodes
-        self._residents: list[_Resident] = []
+        self._ranges: list[_LoadedRange] = []
 
     def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> None:
         """Allocate device memory for the tensors of ``entries``, and queue the loading of their bytes, which
@@ -160,16 +198,12 @@ class FileResidents:
             entry.refer_to(tensor)
             self._checkpoint.bind_device_tensor(tensor, file_tensor)
             residents.append(_Resident(entry, file_tensor, tensor))
-        self._residents += residents
-
-        def arrived() -> None:
-            for resident in residents:
-                resident.arrive()
-
+        loaded = _LoadedRange(self._engine.alias(buffer, 0, nbytes), residents)
+        self._ranges.append(loaded)
         wire = self._checkpoint.wire(layout, self._staging_bytes)
         if wire.decoder is not None and self._engine.device.type != "cpu":
             wire.decoder.prepare(self._engine.device)
-        load = Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
+        load = Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, loaded.arrive)
         load.wire = None if wire.decoder is None else wire
         if load.wire is not None:
             self.decoded_bytes = max(self.decoded_bytes, wire.nbytes)
@@ -180,7 +214,7 @@ class FileResidents:
 
         ``entries``: the new tensors, by the id of the tensor that each replaces.
         """
-        for resident in self._residents:
+        for resident in (resident for loaded in self._ranges for resident in loaded.residents):
             entry = entries.get(id(resident.tensor))
             if entry is not None:
                 resident.tensor, resident.version = entry.tensor, -1
@@ -190,16 +224,17 @@ class FileResidents:
         """Put the meta tensors back into the module. Values that changed on the device are kept in host
         memory.
         """
-        for resident in self._residents:
-            if resident.changed:
+        for loaded in self._ranges:
+            for resident in loaded.changed(self._checkpoint):
                 resident.file_tensor.change(resident.tensor)
-            replace_in_modules(resident.entry.sites, resident.tensor, resident.file_tensor.tensor)
-            resident.entry.refer_to(resident.file_tensor.tensor)
-            self._checkpoint.unbind_device_tensor(resident.tensor)
-        self._residents.clear()
+            for resident in loaded.residents:
+                replace_in_modules(resident.entry.sites, resident.tensor, resident.file_tensor.tensor)
+                resident.entry.refer_to(resident.file_tensor.tensor)
+                self._checkpoint.unbind_device_tensor(resident.tensor)
+        self._ranges.clear()
         self.nbytes = 0
 
     @property
     def undone(self) -> bool:
         """Whether no tensor is left to be put back."""
-        return not self._residents
+        return not self._ranges

@@ -237,7 +237,7 @@ class PackedTier(BlockTier):
         """
         assert isinstance(backing, PackedBacking)
         entries = backing.unit.entries
-        if self._policy.keep_raw or len(backing.homes) != len(entries) or backing.outdated:
+        if self._policy.keep_raw or backing.adopted or len(backing.homes) != len(entries) or backing.outdated:
             return None
         views = [None if isinstance(home, PackedHome) else home.host for home in backing.homes]
         tensors = [entry.tensor for entry in entries]

@@ -241,7 +241,7 @@ class PinnedTier(BlockTier):
         """Return the unit's block as a host copy for the next layout, or None if the unit's tensors do not
         use the block.
         """
-        if len(backing.homes) != len(backing.unit.entries):
+        if backing.adopted or len(backing.homes) != len(backing.unit.entries):
             return None
         tensors = [entry.tensor for entry in backing.unit.entries]
         views: list[torch.Tensor | None] = [home.host for home in backing.homes]
