@@ -268,21 +268,32 @@ class _Carver:
                 for module in {id(site.module): site.module for site in entry.sites}.values():
                     own.setdefault(id(module), []).append(entry)
         self._own = own
+        self._owners: dict[int, list[int]] = {}
         self._bytes: dict[int, int] = {}
         self._nested: dict[int, bool] = {}
         self.total = self.bytes(root)
         self._taken: dict[int, Unit] = {}  # the unit that contains an entry, by the entry's id
         self._tied: list[tuple[Entry, Unit]] = []
 
+    def owners(self, module: nn.Module) -> list[int]:
+        """Return the ids of the modules at and below ``module`` that own streamable weights, in the order of
+        `nn.Module.modules`.
+        """
+        found = self._owners.get(id(module))
+        if found is None:
+            below = [owner for child in module.children() for owner in self.owners(child)]
+            own = [id(module)] if id(module) in self._own else []
+            # A module that stands at several places of the tree counts once.
+            found = self._owners[id(module)] = list(dict.fromkeys(own + below))
+        return found
+
     def bytes(self, module: nn.Module) -> int:
         """Return the bytes of all streamable tensors in ``module`` and below, aligned as in slots."""
         if id(module) not in self._bytes:
-            seen = {
-                id(e): -(-e.nbytes // self.align) * self.align
-                for m in module.modules()
-                for e in self._own.get(id(m), ())
-            }
-            self._bytes[id(module)] = sum(seen.values())
+            entries = {id(entry): entry for owner in self.owners(module) for entry in self._own[owner]}
+            self._bytes[id(module)] = sum(
+                -(-entry.nbytes // self.align) * self.align for entry in entries.values()
+            )
         return self._bytes[id(module)]
 
     def repeats(self, module: nn.Module, leaves: bool = False) -> set[str]:
@@ -305,12 +316,12 @@ class _Carver:
 
     def leaf(self, module: nn.Module) -> bool:
         """Return whether at most one module of the subtree owns streamable weights."""
-        return sum(1 for m in module.modules() if self._own.get(id(m))) <= 1
+        return len(self.owners(module)) <= 1
 
     def nested(self, module: nn.Module) -> bool:
         """Return whether ``module`` or any module below it has children that repeat."""
         if id(module) not in self._nested:
-            self._nested[id(module)] = any(self.repeats(m) for m in module.modules())
+            self._nested[id(module)] = bool(self.repeats(module)) or any(map(self.nested, module.children()))
         return self._nested[id(module)]
 
     def visit(self, module: nn.Module, name: str, *, top: bool = False) -> None:
@@ -354,8 +365,8 @@ class _Carver:
                     self.emit(child, f"{name}.{child_name}" if name else child_name, part)
             return
         unit = Unit(name or type(module).__name__, kind, self.run(module), align=self.align)
-        for m in module.modules():
-            for entry in self._own.get(id(m), ()):
+        for owner in self.owners(module):
+            for entry in self._own[owner]:
                 self.take(entry, unit)
         self.units.append(unit)
 
@@ -383,14 +394,14 @@ class _Carver:
             self.units.append(unit)
 
     def take(self, entry: Entry, unit: Unit) -> None:
-        """Add ``entry`` to ``unit``. If another unit has the entry already, record that the tensor is tied
-        (shared).
+        """Add ``entry`` to ``unit``, unless the unit has it. If another unit has the entry already, record that the
+        tensor is tied (shared).
         """
-        owner = self._taken.setdefault(id(entry), unit)
-        if owner is unit:
-            if entry not in unit.entries:
-                unit.add(entry)
-        else:
+        owner = self._taken.get(id(entry))
+        if owner is None:
+            self._taken[id(entry)] = unit
+            unit.add(entry)
+        elif owner is not unit:
             self._tied.append((entry, unit))
 
     def share_tied(self) -> None:
