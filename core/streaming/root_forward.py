@@ -127,6 +127,7 @@ class _Graph:
         self._running.begin_backward()
 
 
+@quiet
 def _notice_backward(
     listener: PassListener, running: RunningPass, given: Any, result: Any, part: nn.Module | None
 ) -> None:
@@ -154,9 +155,13 @@ def _notice_backward(
         running.no_backward()
 
 
-def _end(running: RunningPass, failed: bool) -> None:
-    """End a pass. ``failed``: whether an error ended its forward."""
-    running.end_forward(failed)
+# The methods of listeners and passes that `_as_pass` calls, hidden from torch.compile. One of each serves all wrappers.
+_begin = quiet(lambda listener, *given: listener.begins(*given))
+_before = quiet(lambda listener, *given: listener.before(*given))
+_recover = quiet(lambda listener, *given: listener.recover(*given))
+_passed = quiet(lambda listener, *given: listener.passed(*given))
+_interrupted = quiet(lambda listener: listener.interrupted())
+_end = quiet(lambda running, failed: running.end_forward(failed))
 
 
 def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
@@ -240,16 +245,12 @@ def _as_pass(
     ``part``: returns the module whose forward the pass is; None for the root.
     ``inner``: returns the forward to run in the pass that began, or if None began.
     """
-    begin, end, notice = quiet(listener.begins), quiet(_end), quiet(_notice_backward)
-    recover, look, passed = quiet(listener.recover), quiet(listener.before), quiet(listener.passed)
-    interrupted = quiet(listener.interrupted)
-
     @untraced
     def run(before: PassSnapshot | None, args: Any, kwargs: Any) -> Any:
         # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
         try:
             module = None if part is None else part()
-            running, watch = begin(compiling() is not None, before, module)
+            running, watch = _begin(listener, compiling() is not None, before, module)
             call = inner(running)
             if running is None:  # another thread has closed the session meanwhile
                 return call(*args, **kwargs)
@@ -257,16 +258,16 @@ def _as_pass(
                 with watch:
                     result = call(*args, **kwargs)
                 if torch.is_grad_enabled():
-                    notice(listener, running, (args, kwargs), result, module)
+                    _notice_backward(listener, running, (args, kwargs), result, module)
             except Exception:
-                end(running, True)
+                _end(running, True)
                 raise
-            end(running, False)
+            _end(running, False)
             return result
         except Exception:
             raise
         except BaseException:
-            interrupted()
+            _interrupted(listener)
             raise
 
     @untraced
@@ -275,14 +276,14 @@ def _as_pass(
             before, watches = None, listener.watches if part is None else listener.watches_parts
             try:
                 if watches:
-                    before = look(args, kwargs)
+                    before = _before(listener, args, kwargs)
                 result = run(before, args, kwargs)
             except (OutOfMemory, BudgetError) as error:
-                if not recover(error, before):
+                if not _recover(listener, error, before):
                     raise
                 continue
             if watches:
-                passed(args, kwargs, before)
+                _passed(listener, args, kwargs, before)
             return result
 
     return forward

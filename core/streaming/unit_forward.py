@@ -50,6 +50,10 @@ class UnitForward:
         if self.streamer is not None:
             self.streamer.interrupted()
 
+    def _begins_pass(self) -> bool:
+        """Return whether a call is outside the root's forward and outside backward passes. Called under torch.compile."""
+        return not self._run.local.mine.roots and not in_backward()
+
     def _enter_compiled(self) -> Any:
         """Enter the unit's run, under torch.compile."""
         try:
@@ -84,21 +88,19 @@ class UnitForward:
         # wrappers made by `quiet`, which the compiler does not trace but which take time in every call. It reads no
         # attribute of `self` then, because the guards of compiled code would compare the attribute's value.
         # The compiler cannot break a graph inside `except` clauses, so the compiled path has only a `finally`.
-        quiet_begins = quiet(lambda: not self._run.local.mine.roots and not in_backward())
-        quiet_enter, quiet_leave = quiet(self._enter_compiled), quiet(self._leave_compiled)
 
         def wrapper(outside: Callable | None) -> Callable:
             """Return the wrapper. ``outside``: runs calls that become passes, None for a call that is in a pass."""
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if compiling() is not None:
-                    if outside is not None and quiet_begins():
+                    if outside is not None and _quiet_begins(self):
                         return outside(*args, **kwargs)
-                    entered = quiet_enter()
+                    entered = _quiet_enter(self)
                     try:
                         return inner(*args, **kwargs)
                     finally:
-                        quiet_leave(entered)
+                        _quiet_leave(self, entered)
                 if outside is not None and not self._run.local.mine.roots and _graph_task() == -1:
                     return outside(*args, **kwargs)
                 # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
@@ -122,3 +124,8 @@ class UnitForward:
 
         # A wrapper that referred to itself would keep the module alive until the garbage collector runs.
         return wrapper(as_pass(wrapper(None)))
+
+
+# One of each serves all units, because making them for each unit took a large part of the time to attach a model.
+_quiet_begins = quiet(UnitForward._begins_pass)
+_quiet_enter, _quiet_leave = quiet(UnitForward._enter_compiled), quiet(UnitForward._leave_compiled)
