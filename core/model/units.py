@@ -321,7 +321,9 @@ class _Carver:
     def nested(self, module: nn.Module) -> bool:
         """Return whether ``module`` or any module below it has children that repeat."""
         if id(module) not in self._nested:
-            self._nested[id(module)] = bool(self.repeats(module)) or any(map(self.nested, module.children()))
+            self._nested[id(module)] = not self.leaf(module) and (
+                bool(self.repeats(module)) or any(map(self.nested, module.children()))
+            )
         return self._nested[id(module)]
 
     def visit(self, module: nn.Module, name: str, *, top: bool = False) -> None:

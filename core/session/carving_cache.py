@@ -114,7 +114,8 @@ def _kinds(entries: list[Entry]) -> list[Any]:
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     # Sparse tensors have no strides.
     strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-    return tensor.dtype, tensor.shape, strides
+    # The garbage collector passes over plain tuples of numbers, but not over a torch.Size.
+    return tensor.dtype, tuple(tensor.shape), strides
 
 
 def _same(before: tuple[bool, Any], now: tuple[bool, Any]) -> bool:

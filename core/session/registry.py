@@ -34,15 +34,17 @@ def leave(module: nn.Module, manager: LayoutManager) -> None:
 
 def refuse_streamed(module: nn.Module) -> None:
     """Raise UnsupportedError if a session streams ``module``, a submodule of it, or a module that contains it."""
-    for part in module.modules():
+    parts = list(module.modules())
+    for part in parts:
         if _streams(part):
             raise UnsupportedError(
                 f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
                 "close that session first"
             )
     if any(
-        isinstance(p, (managed_tensor.HostParameter, managed_tensor.HostTensor))
-        for p in (*module.parameters(), *module.buffers())
+        isinstance(tensor, (managed_tensor.HostParameter, managed_tensor.HostTensor))
+        for part in parts
+        for tensor in (*part._parameters.values(), *part._buffers.values())
     ):
         raise UnsupportedError(
             "weights of this module are streamed as part of another; close that session first"

@@ -245,6 +245,7 @@ def _as_pass(
     ``part``: returns the module whose forward the pass is; None for the root.
     ``inner``: returns the forward to run in the pass that began, or if None began.
     """
+
     @untraced
     def run(before: PassSnapshot | None, args: Any, kwargs: Any) -> Any:
         # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
