@@ -83,19 +83,7 @@ class Wrapped:
             front.module = weakref.ref(original_of(module))
         module.forward = front  # type: ignore[method-assign]
 
-        def undo() -> None:
-            front.live = False
-            if module.__dict__.get("forward") is front:
-                previous = before
-                # Skip previous wrappers that were removed before this wrapper.
-                while isinstance(previous, _Forward) and not previous.live:
-                    previous = previous.before
-                if previous is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.forward = previous  # type: ignore[method-assign]
-
-        self._undo.append(undo)
+        self._undo.append(functools.partial(_remove, module, front, before))
         return front
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> None:
@@ -117,6 +105,21 @@ class Wrapped:
         while self._undo:
             self._undo[-1]()  # removed afterwards, so that an interrupted call may be repeated
             self._undo.pop()
+
+
+def _remove(module: nn.Module, front: _Forward, before: Any) -> None:
+    """Undo that ``front`` was set as the forward of ``module``. ``before``: the attribute's value before that."""
+    front.live = False
+    if module.__dict__.get("forward") is not front:
+        return
+    previous = before
+    # Skip previous wrappers that were removed before this wrapper.
+    while isinstance(previous, _Forward) and not previous.live:
+        previous = previous.before
+    if previous is None:
+        del module.__dict__["forward"]
+    else:
+        module.forward = previous  # type: ignore[method-assign]
 
 
 def stands_first(module: nn.Module) -> bool:
