@@ -31,6 +31,8 @@ logger = logging.getLogger("carom")
 
 # Bytes that a thread copies at a time: small enough that a unit of tens of MiB keeps all threads busy.
 _CHUNK = 4 << 20
+# Copies of at most so many bytes take less time than handing them to another thread.
+_SMALL = 16 << 10
 _REFUSED = "pinning was refused"
 
 
@@ -310,17 +312,20 @@ def fill(
     mapped: MappedFiles | None = None,
 ) -> list[Future[Any]]:
     """Start copying (destination, source) pairs of CPU uint8 tensors of equal length on ``pool``; return the
-    futures.
+    futures. Pairs of a few bytes are copied before the function returns.
 
     ctypes.memmove releases the GIL, so page faults and copies run in parallel. ``mapped``: memory-mapped
     files whose pages are released after they were copied, so that they no longer count as this process's
     memory.
     """
-    return [
-        pool.submit(_copy, destination, source, start, mapped)
-        for destination, source in pairs
-        for start in range(0, destination.numel(), _CHUNK)
-    ]
+    jobs = []
+    for destination, source in pairs:
+        if destination.numel() <= _SMALL:
+            _copy(destination, source, 0, mapped)
+            continue
+        for start in range(0, destination.numel(), _CHUNK):
+            jobs.append(pool.submit(_copy, destination, source, start, mapped))
+    return jobs
 
 
 def prefault(memory: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[Any]]:
