@@ -29,7 +29,7 @@ BOUNDS = {
     "ram": Bound(41, 27),  # reached: 38.0
     "train": Bound(71, 30),  # reached: 65.1
     "disk": Bound(109, 35),  # reached: 100 to 105
-    "set_budget": Bound(9_700, 82),  # reached: 8,831
+    "set_budget": Bound(7_700, 81),  # reached: 7,004
 }
 
 
