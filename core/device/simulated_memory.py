@@ -8,6 +8,7 @@ A storage without a tag is neutral.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ class Places:
         self._tags: dict[int, Tag] = {}
         self._made: dict[Any, Tag] = {}  # the tag of an operator's results, by operator
         self._limit = 1024
+        self._sweeping = threading.Lock()
 
     def __del__(self) -> None:
         for storage in self._tags:
@@ -131,11 +133,19 @@ class Places:
         return copy
 
     def _sweep(self) -> None:
-        """Remove the tags of storages that have died."""
-        for key in list(self._tags):
-            if torch.UntypedStorage._expired(key) and self._tags.pop(key, None) is not None:
-                torch.UntypedStorage._free_weak_ref(key)
-        self._limit = 2 * len(self._tags) + 1024
+        """Remove the tags of storages that have died, unless another call does so: each weak reference is freed once, and
+        not looked at after that.
+        """
+        if not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            for key in list(self._tags):
+                if torch.UntypedStorage._expired(key):
+                    del self._tags[key]
+                    torch.UntypedStorage._free_weak_ref(key)
+            self._limit = 2 * len(self._tags) + 1024
+        finally:
+            self._sweeping.release()
 
 
 class Reserve:

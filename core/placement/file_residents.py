@@ -6,6 +6,7 @@ them: what differs from the file when the layout ends is kept in host memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from ..plan.region import ALIGN
 from ..plan.residency import round_up
 from .bound_checkpoint import Checkpoint, FileTensor, replace_in_modules
 from .host_copies import fingerprint
-from .resident_loader import ResidentLoader
+from .resident_loader import OutOfMemory, ResidentLoader
 from .resident_loads import Load
 
 logger = logging.getLogger("carom")
@@ -63,8 +64,9 @@ class _Resident:
 class _LoadedRange:
     """The residents of one load, in one range of device memory.
 
-    ``memory``: the range, as bytes. ``known``: the fingerprint of the bytes that were loaded, None before. Writes through
-    ``.data`` (as PEFT merges adapters) and kernels that update statistics raise no version counter, so bytes are compared.
+    ``memory``: the range, as bytes. ``known``: the fingerprint of the bytes that were loaded, None if there is none. Writes
+    through ``.data`` (as PEFT merges adapters) and kernels that update statistics raise no version counter, so bytes are
+    compared.
     """
 
     memory: torch.Tensor
@@ -75,14 +77,16 @@ class _LoadedRange:
         """Record that the bytes were loaded."""
         for resident in self.residents:
             resident.arrive()
-        self.known = fingerprint([self.memory])
+        with contextlib.suppress(OutOfMemory):  # without a fingerprint, values are compared with the file
+            self.known = fingerprint([self.memory])
 
     def changed(self, checkpoint: Checkpoint) -> list[_Resident]:
         """Return the residents whose values differ from those that were loaded."""
-        if self.known is None:
-            return [resident for resident in self.residents if resident.shows_change]
+        as_loaded = False
         try:
-            as_loaded = torch.equal(self.known, fingerprint([self.memory]))
+            as_loaded = self.known is not None and torch.equal(self.known, fingerprint([self.memory]))
+        except OutOfMemory:
+            pass
         except RuntimeError as error:  # the device fails: nothing on it can be read any more
             logger.warning(
                 "carom: what was written to weights on the device may be lost: %s", str(error).splitlines()[0]

@@ -187,7 +187,9 @@ def shape(module: nn.Module, seen: set[int]) -> dict[str, Any]:
         name: (id(value), len(value))
         if name in _OF_EVERY_MODULE and isinstance(value, dict)
         else _describe(value, _DEPTH, seen)
-        for name, value in vars(module).items()
+        for name, value in list(
+            vars(module).items()
+        )  # another thread may park the session, which sets forwards
     }
 
 
@@ -211,4 +213,4 @@ def _describe(value: Any, depth: int, seen: set[int]) -> Any:
     seen.add(id(value))
     contents = value if kept else getattr(value, "__dict__", ())
     inner = contents.values() if isinstance(contents, dict) else contents
-    return (*brief, [_describe(each, depth - 1, seen) for each in islice(inner, _MOST)])
+    return (*brief, [_describe(each, depth - 1, seen) for each in list(islice(inner, _MOST))])

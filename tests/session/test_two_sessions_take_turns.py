@@ -93,7 +93,8 @@ def turns(steps: int, trains: bool, seed: int) -> float:
                     job.session.set_budget(
                         vram=draw.choice([shared, int(draw.uniform(0.5, 1.1) * job.whole)])
                     )
-                case 1:
+                # A park moves gradients, which the thread that trains reads after its step: it would have to wait for that.
+                case 1 if not job.trains:
                     job.session.park()
                 case 2:
                     job.session.prioritize()
