@@ -147,6 +147,11 @@ class FileResidents:
         self.decoded_bytes = 0  # packed bytes of the largest load that the device decodes
         self._ranges: list[_LoadedRange] = []
 
+    @property
+    def residents(self) -> list[_Resident]:
+        """All tensors of the layout that stay on the device, those that are not loaded yet included."""
+        return [resident for loaded in self._ranges for resident in loaded.residents]
+
     def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> None:
         """Allocate device memory for the tensors of ``entries``, and queue the loading of their bytes, which
         happens on first use.
@@ -218,7 +223,7 @@ class FileResidents:
 
         ``entries``: the new tensors, by the id of the tensor that each replaces.
         """
-        for resident in (resident for loaded in self._ranges for resident in loaded.residents):
+        for resident in self.residents:
             entry = entries.get(id(resident.tensor))
             if entry is not None:
                 resident.tensor, resident.version = entry.tensor, -1

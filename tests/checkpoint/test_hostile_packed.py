@@ -207,7 +207,7 @@ def test_a_session_names_the_tensor_and_the_rest_of_the_file_is_right(tmp_path, 
     units_apart_from(monkeypatch, 1 << 10)  # units of this size come one by one
     options: Any = {"device": SimulatedDevice(timing="random"), "vram": ALL * 4 // 5, "ram": ram}
     with carom.stream(model(meta=True), weights=packed_file(tmp_path), **options) as session:
-        stay = {resident.entry.name for resident in inside(session).placement.tier._residents._residents}
+        stay = {resident.entry.name for resident in inside(session).placement.tier._residents.residents}
     names = [f"{index}.weight" for index in range(8)]
     name = [n for n in names if (n in stay) == kept][-1]
     path, plain, empty = hostile_file(tmp_path, name, how), model(), model(meta=True)

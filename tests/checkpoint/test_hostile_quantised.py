@@ -194,7 +194,7 @@ ALL = sum(p.nbytes for p in model(meta=True).parameters())
 def names_by_place(folder: Path, kept: bool, options: dict[str, Any]) -> list[str]:
     """The names of the matrices that stay on the device (``kept``) or stream."""
     with carom.stream(model(meta=True), weights=quantised_file(folder), **options) as session:
-        stay = {resident.entry.name for resident in inside(session).placement.tier._residents._residents}
+        stay = {resident.entry.name for resident in inside(session).placement.tier._residents.residents}
     return [name for name in (f"{index}.weight" for index in range(8)) if (name in stay) == kept]
 
 

@@ -419,7 +419,7 @@ def apart(monkeypatch):
 
 
 def resident_names(session: Any) -> list[str]:
-    found = inside(session).placement.tier._residents._residents
+    found = inside(session).placement.tier._residents.residents
     return sorted(resident.entry.name for resident in found)
 
 

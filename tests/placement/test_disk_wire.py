@@ -264,7 +264,7 @@ def reads_wrong(monkeypatch: Any, at: int, turns: Callable[[int], bool]) -> list
 
 
 def resident_names(session: Any) -> set[str]:
-    return {resident.entry.name for resident in inside(session).placement.tier._residents._residents}
+    return {resident.entry.name for resident in inside(session).placement.tier._residents.residents}
 
 
 MOST = (
