@@ -1,14 +1,16 @@
 """Defines `FileResidents`: the tensors of a weights file that stay on the device (residents).
 
 Their device memory is allocated when the layout is made. Their bytes are loaded on first use. The program may write to
-them: what differs from the file when the layout ends is kept in host memory.
+them: what differs from the file when they leave the device is kept in host memory. When another layout follows, those
+that both layouts keep on the device stay where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -52,6 +54,25 @@ class _Resident:
         if self.file_tensor.changed is not None:
             self.tensor.copy_(self.file_tensor.changed)
         self.version, self.address = self.tensor._version, self.tensor.data_ptr()
+
+    def enter_module(self, entry: Entry, checkpoint: Checkpoint) -> None:
+        """Put the tensor into the modules in place of the meta tensor that ``entry`` has."""
+        self.entry = entry
+        replace_in_modules(entry.sites, entry.tensor, self.tensor)
+        entry.refer_to(self.tensor)
+        checkpoint.bind_device_tensor(self.tensor, self.file_tensor)
+
+    def leave_module(self, checkpoint: Checkpoint) -> None:
+        """Put the meta tensor back into the modules."""
+        replace_in_modules(self.entry.sites, self.tensor, self.file_tensor.tensor)
+        self.entry.refer_to(self.file_tensor.tensor)
+        checkpoint.unbind_device_tensor(self.tensor)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the tensor has its bytes, where they were loaded, and is frozen."""
+        loaded = self.version is not None and self.tensor.data_ptr() == self.address
+        return loaded and not self.tensor.requires_grad
 
     @property
     def shows_change(self) -> bool:
@@ -107,6 +128,29 @@ def _as_in_file(resident: _Resident, checkpoint: Checkpoint) -> bool:
     return torch.equal(storage_bytes(stored), storage_bytes(present))
 
 
+@dataclass(eq=False)
+class _Group:
+    """The residents of one buffer. ``nbytes``: of the buffer, as the allocator reserves it."""
+
+    nbytes: int
+    ranges: list[_LoadedRange] = field(default_factory=list)
+
+    @property
+    def residents(self) -> list[_Resident]:
+        return [resident for loaded in self.ranges for resident in loaded.residents]
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The ids of the file's tensors, in order."""
+        return tuple(id(resident.file_tensor) for resident in self.residents)
+
+    def keep_changes(self, checkpoint: Checkpoint) -> None:
+        """Keep values that changed on the device in host memory."""
+        for loaded in self.ranges:
+            for resident in loaded.changed(checkpoint):
+                resident.file_tensor.change(resident.tensor)
+
+
 def _aligned(entry: Entry) -> int:
     """Return the bytes that ``entry`` takes in a buffer."""
     return -(-entry.nbytes // ALIGN) * ALIGN
@@ -145,12 +189,15 @@ class FileResidents:
         self.arriving = ResidentLoader(engine, arena)
         self.nbytes = 0
         self.decoded_bytes = 0  # packed bytes of the largest load that the device decodes
-        self._ranges: list[_LoadedRange] = []
+        self._groups: list[_Group] = []
+        # What the layout before this one has left on the device, until `load` takes it or `keep_left` gives it up. The
+        # modules have meta tensors in place of these.
+        self._left: list[_Group] = []
 
     @property
     def residents(self) -> list[_Resident]:
         """All tensors of the layout that stay on the device, those that are not loaded yet included."""
-        return [resident for loaded in self._ranges for resident in loaded.residents]
+        return [resident for group in self._groups for resident in group.residents]
 
     def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> None:
         """Allocate device memory for the tensors of ``entries``, and queue the loading of their bytes, which
@@ -159,13 +206,65 @@ class FileResidents:
         ``name``: a label for the loads in reports.
         ``modules``: the only modules whose forward needs the tensors; empty if any forward may.
         """
+        tensors = self._tensors(entries)
+        for left in self._left:
+            if left.tensors == tensors:
+                self._take(left, entries)
+                return
         runs = self._runs(entries)
         sizes = [sum(_aligned(entry) for entry in run) for run in runs]
         buffer, start = self._engine.allocate(sum(sizes)), 0
-        self.nbytes += round_up(sum(sizes), self._engine.grain)
+        group = _Group(round_up(sum(sizes), self._engine.grain))
+        self._groups.append(group)
+        self.nbytes += group.nbytes
         for run, nbytes in zip(runs, sizes, strict=True):
-            self._load(run, name, modules, buffer[start : start + nbytes])
+            self._load(group, run, name, modules, buffer[start : start + nbytes])
             start += nbytes
+
+    def _tensors(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+        """Return the ids of the file's tensors that ``entries`` stand for, in order."""
+        found = (self._checkpoint.of(entry.tensor) for entry in entries)
+        return tuple(id(file_tensor) for file_tensor in found if file_tensor is not None)
+
+    # -- from one layout to the next
+
+    def leave(self) -> None:
+        """Let what is loaded stay on the device for the next layout, and put meta tensors back into the module for it.
+
+        The caller then calls `undo`, and `take_over` of the next layout.
+        """
+        for group in list(self._groups):
+            if group.residents and all(resident.in_place for resident in group.residents):
+                self._left.append(group)
+                self._groups.remove(group)
+                for resident in group.residents:
+                    resident.leave_module(self._checkpoint)
+
+    def take_over(self, before: FileResidents) -> None:
+        """Own what ``before``, those of the last layout, has left on the device."""
+        self._left, before._left = before._left, []
+
+    def keep_left(self, groups: Iterable[Sequence[Entry]]) -> None:
+        """Give up what the last layout has left, but for the tensors of one of ``groups``, which `load` will be given."""
+        if not self._left:
+            return
+        wanted = {self._tensors(entries) for entries in groups}
+        unwanted = [left for left in self._left if left.tensors not in wanted]
+        for left in unwanted:
+            left.keep_changes(self._checkpoint)
+            self._left.remove(left)
+        if unwanted:
+            unwanted.clear()
+            del left  # it refers to the memory that `trim` returns to the device
+            self._engine.trim()
+
+    def _take(self, left: _Group, entries: Sequence[Entry]) -> None:
+        """Let a group that is on the device stand for ``entries``."""
+        self._groups.append(left)
+        self._left.remove(left)
+        self.nbytes += left.nbytes
+        for resident, entry in zip(left.residents, entries, strict=True):
+            resident.enter_module(entry, self._checkpoint)
 
     def _runs(self, entries: list[Entry]) -> list[list[Entry]]:
         """Divide ``entries`` into runs whose packed bytes fit in staging memory, unless one tensor is larger.
@@ -185,8 +284,10 @@ class FileResidents:
             total += size
         return runs
 
-    def _load(self, entries: list[Entry], name: str, modules: list[nn.Module], buffer: torch.Tensor) -> None:
-        """Queue the loading of ``entries`` into ``buffer`` as one load."""
+    def _load(
+        self, group: _Group, entries: list[Entry], name: str, modules: list[nn.Module], buffer: torch.Tensor
+    ) -> None:
+        """Queue the loading of ``entries`` into ``buffer``, a part of the memory of ``group``, as one load."""
         fresh, residents, nbytes, start = [], [], len(buffer), 0
         layout = Unit(name, "", [], nbytes=nbytes)  # describes the bytes that are read from the file
         for entry in entries:
@@ -203,12 +304,10 @@ class FileResidents:
                 )
                 if isinstance(entry.tensor, nn.Parameter):
                     tensor = nn.Parameter(tensor, requires_grad=False)
-            replace_in_modules(entry.sites, entry.tensor, tensor)
-            entry.refer_to(tensor)
-            self._checkpoint.bind_device_tensor(tensor, file_tensor)
             residents.append(_Resident(entry, file_tensor, tensor))
+            residents[-1].enter_module(entry, self._checkpoint)
         loaded = _LoadedRange(self._engine.alias(buffer, 0, nbytes), residents)
-        self._ranges.append(loaded)
+        group.ranges.append(loaded)
         wire = self._checkpoint.wire(layout, self._staging_bytes)
         if wire.decoder is not None and self._engine.device.type != "cpu":
             wire.decoder.prepare(self._engine.device)
@@ -233,17 +332,18 @@ class FileResidents:
         """Put the meta tensors back into the module. Values that changed on the device are kept in host
         memory.
         """
-        for loaded in self._ranges:
-            for resident in loaded.changed(self._checkpoint):
-                resident.file_tensor.change(resident.tensor)
-            for resident in loaded.residents:
-                replace_in_modules(resident.entry.sites, resident.tensor, resident.file_tensor.tensor)
-                resident.entry.refer_to(resident.file_tensor.tensor)
-                self._checkpoint.unbind_device_tensor(resident.tensor)
-        self._ranges.clear()
+        for group in self._groups:
+            group.keep_changes(self._checkpoint)
+            for resident in group.residents:
+                resident.leave_module(self._checkpoint)
+        self._groups.clear()
         self.nbytes = 0
+
+    def give_up_left(self) -> None:
+        """Give up what the last layout has left, because no layout follows."""
+        self.keep_left(())
 
     @property
     def undone(self) -> bool:
         """Whether no tensor is left to be put back."""
-        return not self._ranges
+        return not (self._groups or self._left)

@@ -135,7 +135,21 @@ class FileTier(Tier):
 
     def undo(self) -> None:
         """Restore the tensors of the model that streamed or stayed on the device."""
+        run_all(super().undo, self._residents.undo, self._residents.give_up_left)
+
+    def undo_keeping_residents(self) -> None:
+        """Restore the tensors of the model, but leave those that stay on the device there for the next layout."""
+        self._residents.leave()
         run_all(super().undo, self._residents.undo)
+
+    def take_over(self, before: Tier) -> None:
+        """Own the residents that ``before``, the tier of the last layout, has left on the device."""
+        if isinstance(before, FileTier):
+            self._residents.take_over(before._residents)
+
+    def keep_left(self, groups: Iterable[Sequence[Entry]]) -> None:
+        """Give up the residents that the last layout has left, but for those of ``groups``."""
+        self._residents.keep_left(groups)
 
     @property
     def undone(self) -> bool:

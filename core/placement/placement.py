@@ -115,6 +115,11 @@ class Placement:
         self.undo()
         self.device_tensors.take_over([moved for moved in left if not moved.tensor.is_inference()])
 
+    def undo_keeping_loaded(self) -> None:
+        """Undo the placement, but leave residents that were loaded from a file on the device, for the next placement."""
+        with torch.inference_mode(False), torch.no_grad():
+            run_all(self.tier.undo_keeping_residents, self.residents.undo)
+
     def undo(self) -> None:
         """Restore every tensor's object, class and device, with its present value, and unpin host memory."""
         with torch.inference_mode(False), torch.no_grad():

@@ -70,6 +70,7 @@ class ResidentPlacer:
         `placement_order`, small units last. A memory-mapped file is then read once from start to end, and
         each unit waits only for its own part of the file.
         """
+        self._tier.keep_left([entries, *group_by_buffer(units, [])[0]])
         entries = self._tier.load(entries, "weights that stay by need", [])
         groups, alone = group_by_buffer(units, entries)
         for entry in alone:

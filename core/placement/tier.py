@@ -167,6 +167,16 @@ class Tier:
         self.attached.undo()
         self.backings = []
 
+    def undo_keeping_residents(self) -> None:
+        """Do what `undo` does, but leave tensors that `load` has loaded on the device, for the tier of the next layout."""
+        self.undo()
+
+    def take_over(self, before: Tier) -> None:
+        """Own the tensors that ``before``, the tier of the last layout, has left on the device."""
+
+    def keep_left(self, groups: Iterable[Sequence[Entry]]) -> None:
+        """Give up tensors that the last layout has left, but for ``groups``, those for which `load` will be called."""
+
     @property
     def undone(self) -> bool:
         """Whether no tensor is left to be restored by `undo`."""

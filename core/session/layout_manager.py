@@ -307,7 +307,7 @@ class LayoutManager:
         with self.ledger.laying_out():
             try:
                 moves = self._exceeds_ram(wanted)
-                self._take_down(reuse=reuse and self.simple and not moves, keep=not moves)
+                self._take_down(reuse=reuse and not moves, keep=not moves)
                 if between is not None:
                     try:
                         between()
@@ -492,6 +492,7 @@ class LayoutManager:
         self._placement = placement
         if before is not None:
             before.device_tensors.hand_over()
+            placement.tier.take_over(before.tier)
         try:
             resident, streamed = self._pool.divide(carving, plan, wanted.ram, module.checkpoint is not None)
             needed = [entry for entry, _ in carving.resident]
@@ -591,12 +592,16 @@ class LayoutManager:
             steps.append(self.host.peers.release)
         placement = self._placement
         if placement is not None:
-            steps.append(placement.undo_keeping_residents if reuse else placement.undo)
+            steps.append(self._undo_for_next(placement) if reuse else placement.undo)
         if self.module.quantized is not None:
             steps.append(self.module.quantized.follow)
         if not keep:
             steps.append(self.host.copies.clear)
         run_all(*steps, self.planner.forget_replaced)
+
+    def _undo_for_next(self, placement: Placement) -> Callable[[], object]:
+        """Return what undoes ``placement`` and leaves on the device what the next layout can use."""
+        return placement.undo_keeping_residents if self.simple else placement.undo_keeping_loaded
 
     def _note_order(self) -> None:
         """Keep the order in which units were used, for the next layout and the next session of the module."""

@@ -151,9 +151,12 @@ def test_residents_that_were_changed_beyond_ram_outlive_every_layout(tmp_path, d
             assert torch.equal(empty(X), loaded(X))
         for index in range(COUNT):
             assert torch.equal(session.read(f"{index}.weight"), loaded[index].weight)
-        assert any("ram" in note and "changed" in note for note in session.report().notes)
-        with pytest.raises(carom.BudgetError):
-            session.set_budget(ram=MATRIX)
+        # An adapter moves none of them, so they still take no host memory.
+        said = any("ram" in note and "changed" in note for note in session.report().notes)
+        assert said == (how != "adapter")
+        if said:
+            with pytest.raises(carom.BudgetError):
+                session.set_budget(ram=MATRIX)
         assert torch.equal(empty(X), loaded(X))
     assert all(torch.equal(empty[index].weight, loaded[index].weight) for index in stay)
 
