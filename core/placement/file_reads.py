@@ -3,7 +3,7 @@ host memory in use.
 
 A streamed unit (a group of tensors) is read from the file into the cache, and copied from there to a slot
 (device memory) when it is needed. Residents are tensors that stay on the device. They are read once, through
-staging buffers in host memory.
+a cache of their own (`ResidentLoader`).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
 class FileReads:
     """The disk reads of the streamed units of one `FileTier`, through a host cache.
 
-    ``cache``: None until host memory has room for the cache beside the staging buffers of residents that are
-    still being loaded.
+    ``cache``: None until host memory has room for the cache beside the buffers of residents that are still being
+    loaded.
     ``gather``: the all-gathers by which several ranks fetch units together, None if each fetches whole units.
     """
 
@@ -140,16 +140,18 @@ class FileReads:
         if not self._engine.virtual_clock:
             transfer.meter.disk_reads = self._reads
         residents.attach_streamer(runner.lock, transfer.meter)
-        # Kept pieces are worth more than large staging buffers, because they save reads.
-        spare = min(budget, max(budget - self._source.kept.nbytes, budget // 16, PAGE))
-        buffers_beside = self._buffers_beside_cache(budget, spare)
-        size, count = buffers_beside or residents.choose_buffers(spare, 4, PAGE)
-        if residents.wanted and not size:
-            raise BudgetError(f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE)
-        self._limit_kept(size * count if residents.wanted else 0)
-        residents.start(self._source.reader, size, count, self._residents_loaded, transfer.staging)
-        self._limit_kept(residents.staging_bytes)
-        if buffers_beside:
+        self._limit_kept()
+        beside = self._buffers_beside_cache(budget)
+        buffers = None
+        if residents.wanted:
+            buffers = beside or self._few_buffers(budget)
+            if buffers is None:
+                raise BudgetError(
+                    f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE
+                )
+        kept = self._source.kept
+        residents.start(self._source.reader, buffers, self._residents_loaded, transfer.staging, kept)
+        if beside or not residents.waiting:
             self._open_cache()
 
     def _cut(self, wires: Sequence[WireFormat], budget: int) -> None:
@@ -173,33 +175,42 @@ class FileReads:
         self._pieces = cut([(wire.nbytes, wire.placed) for wire in own], self._buffers.nbytes)
         self._piece_bytes = sum(piece.nbytes for pieces in self._pieces for piece in pieces)
 
-    def _limit_kept(self, beside: int) -> None:
-        """Release pieces kept from the last layout as far as host memory is needed for the cache's buffers,
+    def _limit_kept(self, beside: int = 0) -> None:
+        """Release pieces kept from the last layout as far as host memory is needed for the buffers of both caches,
         changed values, and ``beside`` further bytes.
         """
         taken = self._source.checkpoint.changed_bytes + beside
         self._source.kept.set_budget(max(0, self._source.ram - taken))
 
-    def _buffers_beside_cache(self, budget: int, spare: int) -> tuple[int, int] | None:
-        """Return (bytes, count) of the staging buffers through which residents are read while the cache
-        fills.
+    def _few_buffers(self, budget: int) -> BufferPlan | None:
+        """Return the plan of buffers through which residents are read while no cache is open."""
+        # Kept pieces are worth more than large buffers, because they save reads.
+        spare = min(budget, max(budget - self._source.kept.nbytes, budget // 16, PAGE))
+        return self._residents.few_buffers(spare, 4, PAGE)
 
-        ``spare``: the bytes of ``budget`` for staging buffers if nothing streams. Returns None if host memory has
-        no room for the buffers and the cache at once.
+    def _buffers_beside_cache(self, budget: int) -> BufferPlan | None:
+        """Return the plan of buffers through which residents are read while the cache fills.
+
+        Returns None if host memory has no room for the buffers and the cache at once.
         """
-        buffers, (size, count) = self._buffers, self._residents.choose_buffers(budget, 16)
-        if buffers is None or not self._residents.waiting:
-            return self._residents.choose_buffers(spare, 4, PAGE)
-        if buffers.whole and budget < size * count + sum(p.nbytes for pieces in self._pieces for p in pieces):
+        buffers, residents = self._buffers, self._residents
+        cache = (
+            0 if buffers is None else self._piece_bytes if buffers.whole else buffers.count * buffers.nbytes
+        )
+        few = self._few_buffers(budget) if buffers is None else residents.few_buffers(budget, 16)
+        if few is None:
             return None
-        return (size, count) if size else None
+        if self._source.keeps_residents and budget - cache > few.count * few.nbytes:
+            return choose_buffers(residents.sizes, budget - cache)
+        if buffers is not None and buffers.whole and budget - cache < few.count * few.nbytes:
+            return None
+        return few
 
     def _residents_loaded(self) -> None:
         """Open the cache, or let the open cache use the memory of the staging buffers. Called once all
         residents are on the device.
         """
         self._peak = max(self._peak, self._host_bytes())
-        self._limit_kept(0)
         if self.cache is None:
             self._open_cache()
         else:
@@ -222,7 +233,7 @@ class FileReads:
         image = self._source.image
         self.cache = cache if image is None else SharedCache(cache, image, self._shared, inspect)
         if not self._buffers.whole:
-            self.cache.hold_back(self._residents.staging_bytes)
+            self.cache.hold_back(self._residents.limit_bytes)
         upcoming = self._from_now()
         self.cache.adopt(upcoming)
         self.cache.expect(upcoming)
@@ -272,6 +283,9 @@ class FileReads:
         self._residents.recover()
         if self.cache is not None:
             self.cache.recover()
+        # Each cache has counted only its own buffers.
+        buffers = 0 if self.cache is None else self.cache.figures().held_bytes
+        self._source.kept.recover(buffers + self._residents.figures().held_bytes)
 
     # -- pieces of units
 
@@ -337,7 +351,7 @@ class FileReads:
                 sizes = [backing.wire.nbytes for backing in self.backings]
                 self._source.checkpoint.require_room(file_tensor, self._source.ram, sizes)
                 return False
-            self._limit_kept(self._residents.staging_bytes + file_tensor.kept_bytes)
+            self._limit_kept(file_tensor.kept_bytes)
         kept = file_tensor.copy_of(value)  # a slow copy, so it is not made under the lock
         if kept.block is not None:
             self._arena.pin(kept.block)
@@ -354,7 +368,7 @@ class FileReads:
         of residents.
         """
         residents, buffers = self._residents, self._buffers
-        staging = residents.staging_bytes if residents.waiting else 0
+        staging = residents.limit_bytes
         if buffers is None:
             return staging
         cache = buffers.count * buffers.nbytes if self.cache is None else self.cache.limit_bytes
@@ -362,13 +376,13 @@ class FileReads:
             cache = self._piece_bytes
             if self.cache is not None:
                 return cache + staging
-        # the staging buffers are released before the cache opens, or both share this bound
+        # the buffers of residents are released before the cache opens, or both share this bound
         return max(cache, staging)
 
     def _host_bytes(self) -> int:
         """Return the bytes of host memory that hold weights at this moment."""
         cache = 0 if self.cache is None else self.cache.figures().held_bytes
-        held = self._residents.staging_bytes + cache + self._source.checkpoint.changed_bytes
+        held = self._residents.figures().held_bytes + cache + self._source.checkpoint.changed_bytes
         held += self._source.kept.nbytes
         if self._source.image is not None:
             held += self._source.image.nbytes
@@ -403,11 +417,11 @@ class FileReads:
 
     def total_read(self) -> int:
         """Return the bytes read from disk so far."""
-        return self._residents.read_bytes + (0 if self.cache is None else self.cache.total_read())
+        return self._residents.total_read() + (0 if self.cache is None else self.cache.total_read())
 
     def _reads(self) -> list[tuple[str, float, float, int]]:
         """Return recent reads as (label, start in seconds, end in seconds, bytes)."""
-        return [*self._residents.spans, *(() if self.cache is None else self.cache.reads())]
+        return [*self._residents.reads(), *(() if self.cache is None else self.cache.reads())]
 
     def _read_figures(self) -> Read:
         """Return the present figures of disk reads. After `close`, the figures are those at the time of

@@ -25,14 +25,17 @@ class FileSource:
     """The weights file of one layout.
 
     ``ram``: bytes of host memory for the cache and changed values. ``write``: replaces the value of a
-    streamed weight. ``kept``: the session's pieces of weights that are in RAM between two layouts. ``image``: what the
-    ranks of this machine share of the file, None without a group. ``gather``: see `HostResources`.
+    streamed weight. ``kept``: the session's pieces of weights that are in RAM between two layouts. ``keeps_residents``:
+    whether the bytes of weights that stay on the device stay in RAM too, as far as ``ram`` has room, for the return of a
+    parked session. ``image``: what the ranks of this machine share of the file, None without a group. ``gather``: see
+    `HostResources`.
     """
 
     checkpoint: Checkpoint
     ram: int
     write: Callable[[FileTensor, torch.Tensor], None]
     kept: KeptPieces = field(default_factory=KeptPieces)
+    keeps_residents: bool = False
     image: SharedImage | None = None
     gather: Gather | None = None
 

@@ -344,6 +344,7 @@ class LayoutManager:
             return
         with self.ledger.laying_out():
             self.ledger.keep_least()
+            self.host.parks |= keep
             keep = keep and self.simple and not self.layout.placement.came_on_device
             try:
                 self._take_down(reuse=keep, keep=keep)
@@ -366,6 +367,7 @@ class LayoutManager:
     def prepare_park(self, room: float) -> None:
         """Begin to make pinned blocks, of at most ``room`` bytes, for the residents that `park` would copy to the host."""
         with self.lock:
+            self.host.parks = True
             if self.attached and self.simple and not self.engine.shares_host:
                 placement = self.layout.placement
                 if not placement.came_on_device:
@@ -569,7 +571,13 @@ class LayoutManager:
         if checkpoint is not None:
             checkpoint.make_room = host.kept.yield_bytes
             source = FileSource(
-                checkpoint, host.own_ram(wanted.ram), self.write_streamed, host.kept, host.image, host.gather
+                checkpoint,
+                host.own_ram(wanted.ram),
+                self.write_streamed,
+                host.kept,
+                host.parks,
+                host.image,
+                host.gather,
             )
         wish = StoreWish(self.engine, store, carving, plan, source, wanted.packing, wanted.store)
         return Placement(self.engine, store, make_tier(wish))
