@@ -197,16 +197,18 @@ class BufferPool:
                 else self.next_use(b.piece.rank)
             )
         )  # fmt: skip
-        for buffer in self.buffers:
-            if buffer.piece is not None and buffer.ready:
-                favoured = buffer.piece.rank in self.eviction.kept
-                self._kept.keep(KeptPiece(buffer.piece, buffer.block, favoured))
-            else:
-                self._kept.unreserve(buffer.block.data.numel())
-                buffer.block.unpin()
+        self.holding.clear()
+        self.buffers.reverse()
+        while self.buffers:
+            buffer = self.buffers.pop()
             # Handles of cancelled reads refer to the buffer. Drop them, so that the memory is freed
             # without the garbage collector.
             buffer.error, buffer.handles = None, []
-        self.buffers.clear()
-        self.holding.clear()
+            piece, nbytes = buffer.piece if buffer.ready else None, buffer.block.data.numel()
+            favoured = piece is not None and piece.rank in self.eviction.kept
+            if piece is not None and self._kept.keep(KeptPiece(piece, buffer.block, favoured)):
+                continue
+            buffer.block.unpin()
+            del buffer  # and its memory, before another cache of the session may count on it
+            self._kept.unreserve(nbytes)
         self._totals.held_bytes = 0

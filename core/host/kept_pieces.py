@@ -105,17 +105,16 @@ class KeptPieces:
         with self._lock:
             self._beside -= nbytes
 
-    def keep(self, kept: KeptPiece) -> None:
+    def keep(self, kept: KeptPiece) -> bool:
         """Own the bytes of a piece from now on. The cache's buffer becomes a kept piece, so the sum of both
-        does not change.
+        does not change. Returns False if the bytes are kept already or fill nothing.
         """
         with self._lock:
-            key, size = _key(kept.piece), kept.block.data.numel()
-            self._beside -= size
-            if key in self._pieces or not kept.piece.reads:
-                kept.block.unpin()
-                return
+            if _key(kept.piece) in self._pieces or not kept.piece.reads:
+                return False
+            self._beside -= kept.block.data.numel()
             self._add(kept)
+            return True
 
     def take(self, piece: CachePiece, block_bytes: int) -> KeptPiece | None:
         """Remove and return the bytes of ``piece`` as a buffer of the cache; None if they are not kept in a
@@ -144,7 +143,7 @@ class KeptPieces:
             ranges = self._ranges.get(file, [])
             first = bisect_left(ranges, (offset - self._longest, 0, 0), key=_place)
             last = bisect_left(ranges, (end, 0, 0), key=_place)
-            at = offset
+            at, kept = offset, None
             for start, stop, source, kept in ranges[first:last]:
                 low, high = max(start, at), min(stop, end)
                 if low >= high:
@@ -154,6 +153,9 @@ class KeptPieces:
                 ctypes.memmove(address + low - offset, source + low - start, high - low)
                 kept.left -= high - low
                 at = high
+            kept = (
+                None  # the memory of a piece that is released is free at once, as the bound of RAM counts it
+            )
         if at < end:
             missing.append((at, end))
         return missing

@@ -386,20 +386,32 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/placement/resident_loader.py",
         (
-            "                self._engine.synchronize(staged.copied)\n                staged.copied = None\n",
-            "                staged.copied = None\n",
-            "a staging buffer is read into while it is copied",
+            "            self._engine.synchronize(self._copy(item, cache))\n",
+            "            self._copy(item, cache)\n",
+            "kernels read residents that are still being copied",
         ),
         (
-            "            staged.block.unpin()\n        self._free.clear()\n",
-            "            pass\n        self._free.clear()\n",
-            "staging buffers stay pinned",
-            "a block that nobody has any more is unpinned by its finalizer",
+            "                cache.discard(item.number)  # so that a later call reads them again\n",
+            "",
+            "wrong bytes stay in RAM, and every later attempt fails",
         ),
         (
-            "        self.staging_bytes = 0\n\n    def _release_buffers",
-            "\n    def _release_buffers",
-            "staging counts as held after it was given back",
+            "        self.limit_bytes = 0\n\n    def close",
+            "\n    def close",
+            "buffers count as held after they were given back",
+        ),
+    ),
+    *_of(
+        "core/placement/file_residents.py",
+        (
+            "            left.keep_changes(self._checkpoint)\n            self._left.remove(left)\n",
+            "            self._left.remove(left)\n",
+            "what was written to a resident is lost when another budget streams it",
+        ),
+        (
+            "        return loaded and not self.tensor.requires_grad\n",
+            "        return not self.tensor.requires_grad\n",
+            "a resident whose data was assigned stays where its bytes are not",
         ),
     ),
     *_of(

@@ -104,7 +104,7 @@ def test_what_stays_packed_is_read_once_and_crosses_no_more(tmp_path, monkeypatc
         assert report.resident_packed_raw_bytes == sum(unit.nbytes for unit in stay)
         # Each tensor of a unit begins at a page, as in the file.
         assert report.wire_bytes_per_step <= file_bytes(path, cross) + 5 * 4096 * len(cross)
-        assert inside(session).placement.tier.residents.read_bytes >= file_bytes(path, stay)
+        assert inside(session).placement.tier.residents.total_read() >= file_bytes(path, stay)
         read = inside(session).placement.tier.reads.total_read()
         infer(empty, Case, CPU, passes=1)
         again = inside(session).placement.tier.reads.total_read() - read

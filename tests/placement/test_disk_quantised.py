@@ -435,7 +435,7 @@ def test_residents_come_as_codes_and_are_decoded_on_the_device(tmp_path, monkeyp
         assert_same(expected, infer(empty, Case, CPU, passes=1))
         assert not inside(session).placement.tier.residents.waiting
         brought = sum(stored_entry(open_index(path)[name]).nbytes for name in stays)
-        assert brought <= inside(session).placement.tier.residents.read_bytes <= brought + (400 << 10)
+        assert brought <= inside(session).placement.tier.residents.total_read() <= brought + (400 << 10)
         assert session.report().vram_peak_bytes <= MOST
         within_ram(session)
 

@@ -288,7 +288,7 @@ def test_residents_come_packed_and_are_unpacked_on_the_device(tmp_path, monkeypa
             for name in stays
             if "weight" in name and "norm" not in name
         )
-        assert brought <= inside(session).placement.tier.residents.read_bytes <= brought + (200 << 10)
+        assert brought <= inside(session).placement.tier.residents.total_read() <= brought + (200 << 10)
         assert session.report().vram_peak_bytes <= MOST
         within_ram(session)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,17 @@ def held(monkeypatch):
     """Bytes of the host's blocks, now and at most."""
     gc.collect()
     found, allocate = {"now": 0, "peak": 0}, HostArena.allocate
+    counting = threading.RLock()  # threads that read allocate too, and a finalizer may run within any line
 
     def gone(nbytes: int) -> None:
-        found["now"] -= nbytes
+        with counting:
+            found["now"] -= nbytes
 
     def counted(self: Any, nbytes: int) -> Any:
         block = allocate(self, nbytes)
-        found["now"] += nbytes
-        found["peak"] = max(found["peak"], found["now"])
+        with counting:
+            found["now"] += nbytes
+            found["peak"] = max(found["peak"], found["now"])
         weakref.finalize(block, gone, nbytes)
         return block
 

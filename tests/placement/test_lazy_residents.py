@@ -13,6 +13,7 @@ import carom
 import pytest
 import tests_models as models
 import torch
+from carom.core.host.host_cache import HostCache
 from carom.tools.pack.writer import pack
 from tests_disk_harness import Faults, on_meta, save, some_vram, uniform, within_ram
 from tests_harness import on_some_devices, place
@@ -196,21 +197,25 @@ def test_a_compiled_module_sees_plain_weights(tmp_path, how):
 
 
 def test_an_interrupt_while_residents_are_read_leaves_a_session_that_works(tmp_path, monkeypatch):
-    from carom.core.checkpoint.read_handle import SubmittedRead
-
     loaded, empty, path, nbytes = uniform(tmp_path)
     x = torch.ones(1, 64)
-    result, calls = SubmittedRead.result, {"n": 0}
+    acquire, release, calls = HostCache.acquire, HostCache.release, {"n": 0}
 
-    def interrupted(self: Any, timeout: float | None = None) -> int:
+    def before(self: Any, pieces: Any) -> Any:
         calls["n"] += 1
         if calls["n"] in (1, 7):
             raise KeyboardInterrupt
-        return result(self, timeout)
+        return acquire(self, pieces)
+
+    def after(self: Any, pieces: Any, copies: Any) -> None:
+        release(self, pieces, copies)
+        if calls["n"] == 12:
+            raise KeyboardInterrupt
 
     with carom.stream(empty, device="cpu", vram=2 * nbytes, weights=path, ram="100KiB"), torch.no_grad():
-        monkeypatch.setattr(SubmittedRead, "result", interrupted)
-        for _ in range(2):
+        monkeypatch.setattr(HostCache, "acquire", before)
+        monkeypatch.setattr(HostCache, "release", after)
+        for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 empty(x)
         for _ in range(2):
