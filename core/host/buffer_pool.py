@@ -184,8 +184,9 @@ class BufferPool:
         self._kept.recover(held)
         return dropped
 
-    def close(self, in_model_order: bool) -> None:
-        """Pass the pieces that are in RAM to the kept pieces, and free the other buffers. Reads and copies must be over.
+    def close(self, in_model_order: bool, keep: bool) -> None:
+        """Pass the pieces that are in RAM to the kept pieces, if ``keep``, and free the other buffers. Reads and copies must
+        be over.
 
         ``in_model_order``: whether the next layout uses the pieces in the order of their ranks. Otherwise it follows the
         order of use. The pieces that are used last are the first that it releases if memory is short.
@@ -204,7 +205,7 @@ class BufferPool:
             # Handles of cancelled reads refer to the buffer. Drop them, so that the memory is freed
             # without the garbage collector.
             buffer.error, buffer.handles = None, []
-            piece, nbytes = buffer.piece if buffer.ready else None, buffer.block.data.numel()
+            piece, nbytes = buffer.piece if buffer.ready and keep else None, buffer.block.data.numel()
             favoured = piece is not None and piece.rank in self.eviction.kept
             if piece is not None and self._kept.keep(KeptPiece(piece, buffer.block, favoured)):
                 continue

@@ -257,8 +257,8 @@ class HostCache:
             return self._whole_bytes
         return self.buffers.count * self.buffers.nbytes
 
-    def close(self) -> None:
-        """Cancel reads, and pass the pieces that are in RAM to ``kept``; all copies to the device must be over."""
+    def close(self, keep: bool = True) -> None:
+        """Cancel reads, and pass the pieces that are in RAM to ``kept``, if ``keep``; all copies to the device must be over."""
         with self._cond:
             self._closed = True
             self._cond.notify_all()
@@ -267,7 +267,7 @@ class HostCache:
             self._inspection_pool.close()
         with self._cond:
             # A complete cache does not follow the order of use; a layout ends between passes, so the model's order is next.
-            self.pool.close(in_model_order=self.complete)
+            self.pool.close(in_model_order=self.complete, keep=keep)
 
     # -- steps of a waiting `acquire`, called with the condition held
 

@@ -140,6 +140,7 @@ class FileReads:
         if not self._engine.virtual_clock:
             transfer.meter.disk_reads = self._reads
         residents.attach_streamer(runner.lock, transfer.meter)
+        residents.note_peak = self._note_peak
         self._limit_kept()
         beside = self._buffers_beside_cache(budget)
         buffers = None
@@ -149,8 +150,10 @@ class FileReads:
                 raise BudgetError(
                     f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE
                 )
-        kept = self._source.kept
-        residents.start(self._source.reader, buffers, self._residents_loaded, transfer.staging, kept)
+        residents.start(
+            self._source.reader, buffers, self._residents_loaded, transfer.staging, self._source.kept,
+            self._source.keeps_residents,
+        )  # fmt: skip
         if beside or not residents.waiting:
             self._open_cache()
 
@@ -206,11 +209,14 @@ class FileReads:
             return None
         return few
 
+    def _note_peak(self) -> None:
+        """Record the bytes of host memory that hold weights now, if they are the most so far."""
+        self._peak = max(self._peak, self._host_bytes())
+
     def _residents_loaded(self) -> None:
         """Open the cache, or let the open cache use the memory of the staging buffers. Called once all
         residents are on the device.
         """
-        self._peak = max(self._peak, self._host_bytes())
         if self.cache is None:
             self._open_cache()
         else:

@@ -53,6 +53,7 @@ class ResidentLoader:
     ``temporary_bytes``: device memory that is allocated until everything is loaded, because packed loads are
     decoded and the streamer has no staging memory.
     ``late_seconds``: time that host threads waited.
+    ``note_peak``: called before the buffers are released.
     """
 
     def __init__(self, engine: Engine, arena: HostArena) -> None:
@@ -66,6 +67,7 @@ class ResidentLoader:
         self._checks = BlobChecks((), ())
         self._wrapped = Wrapped()
         self._on_finished: Callable[[], None] = lambda: None
+        self.note_peak: Callable[[], None] = lambda: None
         self._passes_begun = 0  # number of root forwards so far
         self._closed = False
         self.limit_bytes = 0
@@ -74,6 +76,7 @@ class ResidentLoader:
         self._read_bytes = 0
         self._spans: list[tuple[str, float, float, int]] = []
         self._staging: Staging | None = None
+        self._keeps = False
         self.temporary_bytes = 0
 
     @property
@@ -130,6 +133,7 @@ class ResidentLoader:
         on_finished: Callable[[], None],
         staging: Staging | None,
         kept: KeptPieces,
+        keeps: bool,
     ) -> None:
         """Begin to read through ``buffers``, None if nothing has to be read.
 
@@ -137,14 +141,15 @@ class ResidentLoader:
         ``on_finished``: called when everything is loaded and the buffers are released.
         ``staging``: device memory from which packed bytes are decoded, None if nothing is decoded on the
         device.
-        ``kept``: the bytes of earlier layouts that are in RAM. Those that are in the buffers at the end are added.
+        ``kept``: the bytes of earlier layouts that are in RAM.
+        ``keeps``: whether what the buffers hold at the end is added to these.
         """
         if staging is None and self.temporary_bytes and self.packs:
             with contextlib.suppress(OutOfMemory):  # without staging memory, the host decodes
                 staging = Staging(self._engine, self.temporary_bytes)
                 self._engine.synchronize()  # other streams may still use memory that the allocator reused
         self.temporary_bytes = 0 if staging is None else self.temporary_bytes
-        self._on_finished, self._staging = on_finished, staging
+        self._on_finished, self._staging, self._keeps = on_finished, staging, keeps
         for item in list(self._pending.values()):
             item.fit(0 if staging is None else staging.nbytes)
             if not item.read[0]:
@@ -168,7 +173,9 @@ class ResidentLoader:
             self._checks.checksum if any(blobs) else None, kept,
         )  # fmt: skip
         self.limit_bytes = self._cache.limit_bytes
-        self._cache.adopt(self._pending)
+        if self._keeps:
+            self._cache.adopt(self._pending)
+        # else: with few buffers, what was adopted for later loads would be evicted for the first ones
         self._cache.expect(self._pending)
 
     def recover(self) -> None:
@@ -301,16 +308,17 @@ class ResidentLoader:
 
     def _finish(self) -> None:
         """Release the buffers and report that everything is loaded."""
+        self.note_peak()
         self._release_buffers()
         self._on_finished()
 
     def _release_buffers(self) -> None:
-        """Close the host cache. What it holds stays in RAM, as far as the kept pieces may."""
+        """Close the host cache."""
         self._staging, self.temporary_bytes = None, 0
         cache, self._cache = self._cache, None
         if cache is not None:
             self._read_bytes, self._spans = cache.total_read(), cache.reads()
-            cache.close()
+            cache.close(keep=self._keeps)
         self.limit_bytes = 0
 
     def close(self) -> None:
