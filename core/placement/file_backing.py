@@ -190,7 +190,7 @@ class FileBacking(Backing):
         """Wait until the bytes that are loaded once are loaded."""
         if not load.loaded:
             assert self._loader is not None
-            self._loader.load(load)
+            self._loader.load_for_all(load)
 
     def _copy_from_peer(
         self, peer: PeerCopy, load: Load, to: torch.Tensor, after: Sequence[Any], transfer: Transfer

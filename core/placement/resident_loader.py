@@ -3,8 +3,8 @@ with disk read-ahead.
 
 A session can run at once, whatever the model's size. Until its bytes are loaded, a resident tensor has a
 class of `model.arriving_tensor`, which loads the bytes on first use. The bytes are read through a host cache
-of their own (`host.host_cache`), in the order in which the loads are expected to be used. All code here runs
-under the streamer's lock. A load is a group of tensors that are loaded together.
+of their own (`host.host_cache`), in the order in which the loads are expected to be used. While a unit computes, those of
+the next ones are copied. All code here runs under the streamer's lock. A load is a group of tensors that are loaded together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _BUFFER = 16 * MIB  # bytes of each pinned buffer between disk and device
 _BUFFERS = 4
+_AHEAD = 2  # loads that are copied before they are needed
 
 
 class ResidentLoader:
@@ -63,6 +64,7 @@ class ResidentLoader:
         self._pending: dict[int, Load] = {}  # by number, in the order of expected use
         self._added = 0
         self._cache: HostCache | None = None
+        self._loads: list[Load] = []  # all of them, until they are on the device
         self._pieces: list[list[CachePiece]] = []  # of each load
         self._checks = BlobChecks((), ())
         self._wrapped = Wrapped()
@@ -107,7 +109,7 @@ class ResidentLoader:
         else:  # any forward may need it, so the first one does
             self._pending = {item.number: item, **self._pending}
         for tensor in item.tensors:
-            mark_pending(tensor, functools.partial(self.load, item))
+            mark_pending(tensor, functools.partial(self.load_for_all, item))
 
     def few_buffers(self, budget: int, share: int, least: int = 0) -> BufferPlan | None:
         """Return a plan of a few buffers that all loads pass through.
@@ -161,7 +163,7 @@ class ResidentLoader:
 
     def _open_cache(self, reader: DiskReader, buffers: BufferPlan, kept: KeptPieces) -> None:
         """Open the host cache that the loads pass through, and begin to read."""
-        loads = list(self._pending.values())
+        loads = self._loads = list(self._pending.values())
         for place, item in enumerate(loads):
             item.number = place
         self._pending = dict(enumerate(loads))
@@ -185,6 +187,8 @@ class ResidentLoader:
         if self._staging is not None:
             self._staging.clear()
         self._cache.recover()
+        for item in self._pending.values():
+            item.issued, item.copied = False, None
         self._pending = {number: item for number, item in self._pending.items() if not item.loaded}
         if not self._pending:
             self._finish()
@@ -205,17 +209,36 @@ class ResidentLoader:
         Everything is loaded from the second forward on, or if ``everything``.
         """
         self._passes_begun += 1
-        for item in list(self._pending.values()):
+        loads = list(self._pending.values())
+        for item in loads:
             if everything or self._passes_begun > 1 or not item.modules:
                 self.load(item)
+        self._wait_for(loads)
+
+    def _wait_for(self, loads: Iterable[Load]) -> None:
+        """Let the host wait for the copies of ``loads`` that were issued. All streams may read the tensors then."""
+        for item in loads:
+            if item.copied is not None:
+                self._engine.synchronize(item.copied)
+                item.copied = None
 
     # -- loading
 
+    def load_for_all(self, item: Load) -> None:
+        """Do what `load` does, for all streams: wait until ``item`` is on the device."""
+        self.load(item)
+        with self._lock:
+            self._wait_for((item,))
+
     def load(self, item: Load) -> None:
-        """Wait until ``item`` is on the device. Raises WeightsError if reading fails; a later call tries
-        again.
+        """Let the current stream wait until ``item`` is on the device. Raises WeightsError if reading fails; a later call
+        tries again.
         """
         if item.loaded:
+            if item.copied is not None:
+                with self._lock:
+                    if item.copied is not None:
+                        (item.engine or self._engine).wait(item.copied)
             return
         # Disable dispatch modes (fake tensors, operator counters, the simulated device), which must not see
         # Carom's copies.
@@ -236,18 +259,39 @@ class ResidentLoader:
             if self._closed or cache is None:
                 raise CaromError(f"{item.name!r} is needed, but its session was closed before it was read")
             before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
-            if next(iter(self._pending)) != item.number:
-                # Read it first, whatever was expected: reads of other loads would take its buffers again and again.
-                cache.expect(dict.fromkeys([item.number, *self._pending]))
-            # Let the host wait for the copy. Kernels on any stream may then read the tensors without waiting
-            # for an event.
-            self._engine.synchronize(self._copy(item, cache))
+            if not item.issued:
+                needed = [number for number, other in self._pending.items() if not other.issued]
+                if needed[0] != item.number:
+                    # Read it first, whatever was expected: reads of other loads would take its buffers again and again.
+                    cache.expect(dict.fromkeys([item.number, *needed]))
+                self._issue(item, cache)
+            if item.copied is not None:
+                (item.engine or self._engine).wait(item.copied)
             self._mark_loaded(item)
             self.late_seconds += time.perf_counter() - began
             if before is not None:
                 self._meter.waited(before, self._engine.mark(), item.name, managed_tensor.in_backward())
+            self._copy_ahead(cache)
             if not self._pending:
                 self._finish()
+
+    def _copy_ahead(self, cache: HostCache) -> None:
+        """Issue the copies of the next loads whose bytes are in RAM."""
+        if self._engine.blocking:
+            return
+        for item in list(self._pending.values())[:_AHEAD]:
+            if not item.issued:
+                if not cache.has(item.number):
+                    return
+                try:
+                    self._issue(item, cache)
+                except WeightsError:  # raised again where the weights are needed
+                    return
+
+    def _issue(self, item: Load, cache: HostCache) -> None:
+        """Issue the copies of ``item``."""
+        item.copied = self._copy(item, cache)
+        item.issued = True
 
     def _copy(self, item: Load, cache: HostCache) -> Any:
         """Enqueue the copies of the pieces of ``item`` to the device, and their decoding. Returns the event at the end."""
@@ -305,6 +349,9 @@ class ResidentLoader:
         """
         if not self._pending:
             self._wrapped.undo()
+            with self._lock:
+                self._wait_for(self._loads)
+                self._loads = []
 
     def _finish(self) -> None:
         """Release the buffers and report that everything is loaded."""
@@ -317,6 +364,7 @@ class ResidentLoader:
         self._staging, self.temporary_bytes = None, 0
         cache, self._cache = self._cache, None
         if cache is not None:
+            self._wait_for(self._loads)
             self._read_bytes, self._spans = cache.total_read(), cache.reads()
             cache.close(keep=self._keeps)
         self.limit_bytes = 0
@@ -334,6 +382,7 @@ class ResidentLoader:
                     clear_pending(tensor)
             # Release the loads now: code that still refers to the session must not keep their device memory.
             self._pending.clear()
+            self._loads = []
 
     # -- figures
 
@@ -358,7 +407,7 @@ def resident_forward(residents: ResidentLoader, item: Load) -> Callable[[Callabl
     def make(inner: Callable) -> Callable:
         @untraced
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not item.loaded:
+            if not item.loaded or item.copied is not None:
                 load_now(item)
             return inner(*args, **kwargs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ class Load:
     ``stays_packed``: whether the bytes of ``wire`` are the contents of ``buffer``, and are not decoded.
     ``engine``: of the device of ``buffer``, if that is not the session's device.
     ``number``: the position among the loads of one loader.
+    ``issued``: whether the copies were issued. ``copied``: the event at their end, None once the host knows that it passed.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Load:
     engine: Engine | None = None
     loaded: bool = False
     number: int = 0
+    issued: bool = False
+    copied: Any = None
 
     def fit(self, staging_bytes: int) -> None:
         """Let the host decode the tensors if their packed bytes do not fit into ``staging_bytes`` of device memory."""

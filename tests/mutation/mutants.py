@@ -386,8 +386,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/placement/resident_loader.py",
         (
-            "            self._engine.synchronize(self._copy(item, cache))\n",
-            "            self._copy(item, cache)\n",
+            "            (item.engine or self._engine).wait(item.copied)\n            self._mark_loaded(item)\n",
+            "            self._mark_loaded(item)\n",
             "kernels read residents that are still being copied",
         ),
         (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import carom
 import pytest
 import torch
 from tests_disk_harness import Drive, uniform, within_ram
 from tests_harness import on_some_devices, place
+from tests_inside import inside
 from tests_limits import units_apart_from
 
 BLOCK = 32768  # bytes of one of the twenty blocks of `uniform`
@@ -73,3 +77,37 @@ def test_a_session_that_is_never_parked_keeps_no_copies_of_residents(tmp_path, d
             session.set_budget(vram=vram)
             assert torch.equal(empty(x), loaded.to(x.device)(x))
         assert session.report().ram_peak_bytes < nbytes
+
+
+@pytest.mark.parametrize("timing", ["late", "random"])
+def test_a_unit_computes_while_the_next_ones_are_copied(tmp_path, timing):
+    """The host goes on: it waits for no copy before the last ones, and every kernel reads what has come."""
+    loaded, empty, path, nbytes = uniform(tmp_path)
+    device = carom.SimulatedDevice(timing=timing)
+    x = torch.ones(1, 64)
+    expected = loaded(x)
+    with (
+        carom.stream(empty, device=device, vram=30 * BLOCK, weights=path, ram=2 * nbytes) as session,
+        torch.no_grad(),
+    ):
+        for _ in range(2):
+            assert torch.equal(empty(x), expected)
+            session.park(keep=True)
+        engine = inside(session).engine
+        synchronize, early = engine.synchronize, []
+        session.unpark()
+        residents = inside(session).placement.tier.residents
+
+        def noted(event: Any = None) -> None:
+            early.append(residents.waiting)
+            synchronize(event)
+
+        engine.synchronize = noted
+        assert torch.equal(empty(x), expected)
+        assert early and not any(early), "the host waits once all copies are issued, and gives the buffers back"
+        del engine.synchronize
+        other = threading.Thread(target=lambda: found.append(empty(x)))
+        found: list[torch.Tensor] = []
+        other.start()
+        other.join()
+        assert torch.equal(found[0], expected)
