@@ -188,7 +188,7 @@ class FileBacking(Backing):
 
     def _need(self, load: Load) -> None:
         """Wait until the bytes that are loaded once are loaded."""
-        if not load.loaded:
+        if not load.loaded or load.copied is not None:
             assert self._loader is not None
             self._loader.load_for_all(load)
 

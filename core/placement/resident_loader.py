@@ -189,6 +189,8 @@ class ResidentLoader:
         self._cache.recover()
         for item in self._pending.values():
             item.issued, item.copied = False, None
+            if item.engine is not None:
+                item.engine.synchronize()
         self._pending = {number: item for number, item in self._pending.items() if not item.loaded}
         if not self._pending:
             self._finish()
@@ -210,10 +212,12 @@ class ResidentLoader:
         """
         self._passes_begun += 1
         loads = list(self._pending.values())
-        for item in loads:
-            if everything or self._passes_begun > 1 or not item.modules:
-                self.load(item)
-        self._wait_for(loads)
+        try:
+            for item in loads:
+                if everything or self._passes_begun > 1 or not item.modules:
+                    self.load(item)
+        finally:
+            self._wait_for(loads)
 
     def _wait_for(self, loads: Iterable[Load]) -> None:
         """Let the host wait for the copies of ``loads`` that were issued. All streams may read the tensors then."""
@@ -289,8 +293,12 @@ class ResidentLoader:
                     return
 
     def _issue(self, item: Load, cache: HostCache) -> None:
-        """Issue the copies of ``item``."""
-        item.copied = self._copy(item, cache)
+        """Issue the copies of ``item``. After an error none of them is under way."""
+        try:
+            item.copied = self._copy(item, cache)
+        except Exception:
+            (item.engine or self._engine).synchronize()
+            raise
         item.issued = True
 
     def _copy(self, item: Load, cache: HostCache) -> Any:
@@ -322,7 +330,7 @@ class ResidentLoader:
             try:
                 self._checks.verify(item.number, found)
             except WeightsError:
-                self._engine.synchronize()
+                engine.synchronize()
                 cache.discard(item.number)  # so that a later call reads them again
                 raise
         if item.decodes:
