@@ -79,6 +79,13 @@ PARTS = (
         merged=True,
     ),
     Part(
+        "Switches and budgets",
+        "Two models run in turns under one VRAM budget: the one that has run is parked, and the next pass of the other one "
+        "brings it back. Seconds from the park to the end of that pass, without those of a settled pass; and the same for "
+        "a change of the budget. The floor is the time in which the link copies the weights that stay on the device.",
+        lambda cell: cell.kind == "switches",
+    ),
+    Part(
         "Steps in ComfyUI",
         "A headless ComfyUI server, unmodified, with a Flux-shaped model of random bfloat16 weights, 1024 x 1024 pixels. The "
         "card is emulated: another process holds the rest of its memory. Stock is ComfyUI's own loader. Carom changes its "

@@ -144,6 +144,31 @@ def two_commits_rows(record: dict[str, Any]) -> list[Row]:
     return found
 
 
+_CHANGES = {
+    "beyond_seconds": "a switch, beyond a settled pass",
+    "smaller": "a budget smaller by a sixth, beyond a settled pass",
+    "larger": "that budget raised again, beyond a settled pass",
+}
+
+
+def switches_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a record of `switches`: what switches and changes of budget take beyond settled passes."""
+    found = []
+    for cell in record["cases"]:
+        homes, codec = cell["key"].split()
+        result = cell["result"]
+        group = f"two DiTs in turns, {cell['vram'] / (1 << 30):g} GiB for weights, which wait in {'RAM' if homes == 'ram' else 'a file'}"
+        figures = {"beyond_seconds": result["beyond_seconds"], **result["budget_beyond_seconds"]}
+        for key, values in figures.items():
+            floor = result.get("copies_seconds") if key == "beyond_seconds" else None
+            found.append(
+                Row(group, f'Carom, codec="{codec}"', _CHANGES[key], "ms", 1e3 * values["median"],
+                    floor=None if floor is None else 1e3 * floor,
+                    note=f"{1e3 * values['least']:.0f} to {1e3 * values['largest']:.0f} ms")
+            )  # fmt: skip
+    return found
+
+
 _HOST_CALLS = {
     "ram": "a streamed unit, weights in RAM, inference",
     "disk": "a streamed unit, weights on disk, inference",
