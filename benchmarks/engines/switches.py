@@ -166,6 +166,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--vram", type=float, default=6.0, help="GiB for weights of the GPU's models (default: 6)"
     )
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="tokens of a pass on the GPU (default: 1024)"
+    )
     parser.add_argument("--only", default="", help="cells, separated by commas, such as 'ram raw,file raw'")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     given = parser.parse_args(argv)
@@ -180,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         print("switches: --cuda needs a GPU that torch can use", file=sys.stderr)
         return 2
     device = torch.device("cuda:0" if given.cuda else "cpu")
-    case = Case(d=3072, depth=27, tokens=1024, heads=24) if given.cuda else Case(d=256, depth=6)
+    case = Case(d=3072, depth=27, tokens=given.tokens, heads=24) if given.cuda else Case(d=256, depth=6)
     vram = int(given.vram * GIB) if given.cuda else case.block_bytes * 4
     rate = record["link_bytes_per_second"] = link_rate(device)
     asked = [name.strip() for name in given.only.split(",") if name.strip()]

@@ -157,7 +157,8 @@ def switches_rows(record: dict[str, Any]) -> list[Row]:
     for cell in record["cases"]:
         homes, codec = cell["key"].split()
         result = cell["result"]
-        group = f"two DiTs in turns, {cell['vram'] / (1 << 30):g} GiB for weights, which wait in {'RAM' if homes == 'ram' else 'a file'}"
+        where = "RAM" if homes == "ram" else "a file"
+        group = f"two DiTs in turns, {cell['case']['tokens']} tokens, {cell['vram'] / (1 << 30):g} GiB for weights, which wait in {where}"
         figures = {"beyond_seconds": result["beyond_seconds"], **result["budget_beyond_seconds"]}
         for key, values in figures.items():
             floor = result.get("copies_seconds") if key == "beyond_seconds" else None

@@ -151,7 +151,7 @@ class FileReads:
                     f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE
                 )
         residents.start(
-            self._source.reader, buffers, self._arena, self._residents_loaded, transfer.staging, self._source.kept,
+            self._source.reader, buffers, self._residents_loaded, transfer.staging, self._source.kept,
             self._source.keeps_residents,
         )  # fmt: skip
         if beside or not residents.waiting:

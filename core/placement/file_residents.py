@@ -18,7 +18,7 @@ from torch import nn
 from ..checkpoint.direct_io import ALIGN as PAGE
 from ..common.sizes import MIB
 from ..device.engine import Engine
-from ..host.arena import storage_bytes
+from ..host.arena import HostArena, storage_bytes
 from ..host.cache_pieces import PlacedTensor
 from ..model.units import Entry, Unit
 from ..plan.region import ALIGN
@@ -168,24 +168,25 @@ def _unit(entries: list[Entry]) -> Unit:
 class FileResidents:
     """The tensors of one layout that stay on the device and come from a weights file.
 
+    ``arriving``: the loader of the tensors whose bytes are not on the device yet.
     ``nbytes``: bytes of device memory of all the tensors, as the allocator reserves it.
     """
 
     def __init__(
         self,
         engine: Engine,
-        loader: ResidentLoader,
+        arena: HostArena,
         checkpoint: Checkpoint,
         staging_bytes: int,
         spare_bytes: int = 0,
     ) -> None:
-        """``loader``: loads their bytes. ``staging_bytes``: device memory from which packed tensors are decoded. If it is 0, up to
+        """``staging_bytes``: device memory from which packed tensors are decoded. If it is 0, up to
         ``spare_bytes`` are allocated for that while tensors are loaded.
         """
         self._engine, self._checkpoint = engine, checkpoint
         self._staging_bytes = staging_bytes or spare_bytes // engine.grain * engine.grain
         self._run_bytes = staging_bytes or min(self._staging_bytes, _TEMPORARY)
-        self._loader = loader
+        self.arriving = ResidentLoader(engine, arena)
         self.nbytes = 0
         self.decoded_bytes = 0  # packed bytes of the largest load that the device decodes
         self._groups: list[_Group] = []
@@ -314,7 +315,7 @@ class FileResidents:
         load.wire = None if wire.decoder is None else wire
         if load.wire is not None:
             self.decoded_bytes = max(self.decoded_bytes, wire.nbytes)
-        self._loader.add(load)
+        self.arriving.add(load)
 
     def replaced(self, entries: dict[int, Entry]) -> None:
         """Update the records of tensors that the model replaced.

@@ -31,6 +31,7 @@ from .file_reads import FileReads
 from .file_residents import FileResidents
 from .file_source import FileSource
 from .packed_residents import PackedResidents
+from .resident_loader import ResidentLoader
 from .resident_placer import ResidentPlacer
 from .tier import Tier, TierFigures
 
@@ -52,8 +53,13 @@ class FileTier(Tier):
         self._stay_packed = frozenset(stay_packed)
         self.packed_residents = PackedResidents(engine)
         self._arena, self._source, self._staging_bytes = arena, source, staging_bytes
-        self._residents = FileResidents(engine, self.residents, source.checkpoint, staging_bytes, spare_bytes)
+        self._residents = FileResidents(engine, arena, source.checkpoint, staging_bytes, spare_bytes)
         self.reads = FileReads(engine, arena, source, self.residents)
+
+    @property
+    def residents(self) -> ResidentLoader:
+        """The loader of the file's tensors that stay on the device."""
+        return self._residents.arriving
 
     # -- making and undoing a layout
 
@@ -181,6 +187,11 @@ class FileTier(Tier):
 
     # -- residents that are not loaded yet
 
+    @property
+    def arriving(self) -> bool:
+        """Whether any residents are not loaded yet."""
+        return self.residents.waiting
+
     def begin_pass(self, everything: bool) -> None:
         """Load the residents that any module may need. Load all residents if ``everything``, or if the cache
         has to wait for them.
@@ -192,7 +203,7 @@ class FileTier(Tier):
 
     def end_pass(self) -> None:
         """Remove forward wrappers that are no longer needed. Called after a root forward has succeeded."""
-        super().end_pass()
+        self.residents.end_pass()
         if self.reads.gather is not None:
             how = "with" if torch.is_grad_enabled() else "without"
             self.reads.gather.order.compare(f"a forward {how} gradients")
@@ -201,6 +212,12 @@ class FileTier(Tier):
         """Compare the fetches of ranks that gather."""
         if self.reads.gather is not None:
             self.reads.gather.order.compare("a backward")
+
+    def wrap_arriving(self) -> None:
+        """Wrap the forwards of modules whose residents are not loaded yet, so that each forward loads what it
+        needs.
+        """
+        self.residents.wrap_forwards()
 
     # -- values, memory and figures
 

@@ -44,7 +44,6 @@ class HostCopy:
     ``device_fingerprint``: the fingerprint of the values that were copied to the device, None while the unit
     is not resident.
     ``aside``: whether the block has the plain bytes of a resident that was put aside when the session was parked.
-    ``coming``: whether the block is still to be copied to the device, where its unit stays (`ResidentLoader`).
     ``known_fingerprint``: the fingerprint of the block's bytes, where they are those of the device.
     """
 
@@ -55,7 +54,6 @@ class HostCopy:
     decoder: UnitDecoder | None = None
     device_fingerprint: torch.Tensor | None = None
     aside: bool = False
-    coming: bool = False
     known_fingerprint: torch.Tensor | None = None
 
     @property
@@ -159,9 +157,7 @@ class HostCopies:
         """Release the copies of residents that were put aside and did not come back as the same units."""
         with self._lock:
             for key in [
-                key
-                for key, copy in self._copies.items()
-                if copy.aside and copy.device_fingerprint is None and not copy.coming
+                key for key, copy in self._copies.items() if copy.aside and copy.device_fingerprint is None
             ]:
                 _release(self._copies.pop(key))
 

@@ -20,7 +20,6 @@ from torch import nn
 
 from ..codec.unit_decoder import AnyEntry, UnitDecoder, sizes
 from ..common.progress import Progress
-from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..host.arena import (
     Block,
@@ -137,7 +136,6 @@ class PackedTier(BlockTier):
 
     def start(self, transfer: Transfer, runner: RunnerState) -> None:
         """Copy the decoding tables of all units to the device."""
-        super().start(transfer, runner)
         if transfer.staging is not None:
             prepare(transfer.staging, self.packed_units, self.engine)
 
@@ -487,7 +485,7 @@ class PackedTier(BlockTier):
 
     def close(self) -> None:
         """Release the packed bytes on the device."""
-        run_all(super().close, self.packed_residents.close)
+        self.packed_residents.close()
 
     def dress(self) -> None:
         """Let the values of packed weights be read (decoded) while the session is parked, that is, while it

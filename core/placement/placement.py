@@ -110,7 +110,6 @@ class Placement:
 
     def undo_keeping_residents(self) -> None:
         """Undo the placement, but leave residents on the device, so that the next placement can use them."""
-        self.tier.residents.complete()
         left = self.device_tensors.hand_over()
         self.device_tensors.take_over([moved for moved in left if moved.tensor.is_inference()])
         self.undo()

@@ -1,8 +1,8 @@
-"""Defines `ResidentLoader`: loads weights that stay on the device (residents) on first use: those of a file, and those of
-a parked session that comes back.
+"""Defines `ResidentLoader`: loads the weights of a file that stay on the device (residents), on first use,
+with disk read-ahead.
 
 A session can run at once, whatever the model's size. Until its bytes are loaded, a resident tensor has a
-class of `model.arriving_tensor`, which loads the bytes on first use. Bytes of a file are read through a host cache
+class of `model.arriving_tensor`, which loads the bytes on first use. The bytes are read through a host cache
 of their own (`host.host_cache`), in the order in which the loads are expected to be used. While a unit computes, those of
 the next ones are copied. All code here runs under the streamer's lock. A load is a group of tensors that are loaded together.
 """
@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from ..model import managed_tensor
 from ..model.arriving_tensor import clear_pending, mark_pending
 from ..model.compiling import quiet, untraced
 from ..model.interpose import Wrapped
-from ..model.units import Unit
 from ..plan.residency import round_up
 from .resident_loads import Load
 
@@ -58,8 +57,8 @@ class ResidentLoader:
     ``note_peak``: called before the buffers are released.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, arena: HostArena) -> None:
+        self._engine, self._arena = engine, arena
         # Both are replaced by the streamer's in `attach_streamer`.
         self._lock, self._meter = threading.RLock(), Meter(engine)
         self._pending: dict[int, Load] = {}  # by number, in the order of expected use
@@ -70,7 +69,6 @@ class ResidentLoader:
         self._checks = BlobChecks((), ())
         self._wrapped = Wrapped()
         self._on_finished: Callable[[], None] = lambda: None
-        self._finished = False
         self.note_peak: Callable[[], None] = lambda: None
         self._passes_begun = 0  # number of root forwards so far
         self._closed = False
@@ -110,13 +108,7 @@ class ResidentLoader:
             self._pending[item.number] = item
         else:  # any forward may need it, so the first one does
             self._pending = {item.number: item, **self._pending}
-        self._loads.append(item)
-        self.show(item, item.tensors)
-
-    def show(self, item: Load, tensors: list[torch.Tensor]) -> None:
-        """Let ``tensors``, which lie in the buffer of ``item``, wait for it. To be called once they lie there."""
-        item.tensors = tensors
-        for tensor in tensors:
+        for tensor in item.tensors:
             mark_pending(tensor, functools.partial(self.load_for_all, item))
 
     def few_buffers(self, budget: int, share: int, least: int = 0) -> BufferPlan | None:
@@ -136,21 +128,10 @@ class ResidentLoader:
         """Use the streamer's lock and meter from now on."""
         self._lock, self._meter = lock, meter
 
-    def expect_order(self, units: Sequence[Unit]) -> None:
-        """Expect loads with bytes in host memory in the order of their ``units``."""
-        places = {id(module): place for place, unit in enumerate(units) for module in unit.modules}
-        loads = sorted(
-            self._pending.values(), key=lambda item: min((places[id(m)] for m in item.modules), default=-1)
-        )
-        for number, item in enumerate(loads):
-            item.number = number
-        self._pending = dict(enumerate(loads))
-
     def start(
         self,
         reader: Callable[[int], DiskReader],
         buffers: BufferPlan | None,
-        arena: HostArena,
         on_finished: Callable[[], None],
         staging: Staging | None,
         kept: KeptPieces,
@@ -158,7 +139,7 @@ class ResidentLoader:
     ) -> None:
         """Begin to read through ``buffers``, None if nothing has to be read.
 
-        ``reader``: makes a disk reader. ``arena``: allocates the buffers.
+        ``reader``: makes a disk reader.
         ``on_finished``: called when everything is loaded and the buffers are released.
         ``staging``: device memory from which packed bytes are decoded, None if nothing is decoded on the
         device.
@@ -176,15 +157,13 @@ class ResidentLoader:
             if not item.read[0]:
                 self._mark_loaded(item)
         if self._pending and buffers is not None:
-            self._open_cache(reader(buffers.nbytes), buffers, arena, kept)
+            self._open_cache(reader(buffers.nbytes), buffers, kept)
         if not self._pending:
             self._finish()
 
-    def _open_cache(
-        self, reader: DiskReader, buffers: BufferPlan, arena: HostArena, kept: KeptPieces
-    ) -> None:
+    def _open_cache(self, reader: DiskReader, buffers: BufferPlan, kept: KeptPieces) -> None:
         """Open the host cache that the loads pass through, and begin to read."""
-        loads = list(self._pending.values())
+        loads = self._loads = list(self._pending.values())
         for place, item in enumerate(loads):
             item.number = place
         self._pending = dict(enumerate(loads))
@@ -192,7 +171,7 @@ class ResidentLoader:
         blobs = [item.blobs for item in loads]
         self._checks = BlobChecks(self._pieces, blobs)
         self._cache = HostCache(
-            self._pieces, buffers, arena, reader, self._engine.landed, self._engine.synchronize, "belady",
+            self._pieces, buffers, self._arena, reader, self._engine.landed, self._engine.synchronize, "belady",
             self._checks.checksum if any(blobs) else None, kept,
         )  # fmt: skip
         self.limit_bytes = self._cache.limit_bytes
@@ -203,12 +182,11 @@ class ResidentLoader:
 
     def recover(self) -> None:
         """Begin the loads that are not complete anew, after an interrupt. Called while the device is idle."""
-        if self._closed or self._finished:
+        if self._closed or self._cache is None:
             return
         if self._staging is not None:
             self._staging.clear()
-        if self._cache is not None:
-            self._cache.recover()
+        self._cache.recover()
         for item in self._pending.values():
             item.issued, item.copied = False, None
             if item.engine is not None:
@@ -216,8 +194,8 @@ class ResidentLoader:
         self._pending = {number: item for number, item in self._pending.items() if not item.loaded}
         if not self._pending:
             self._finish()
-        elif self._cache is not None:
-            self._cache.expect(self._pending)
+            return
+        self._cache.expect(self._pending)
 
     def wrap_forwards(self) -> None:
         """Wrap the forwards of modules whose weights are not loaded yet. The wrapper loads a unit when one of
@@ -247,9 +225,6 @@ class ResidentLoader:
             if item.copied is not None:
                 self._engine.synchronize(item.copied)
                 item.copied = None
-            if item.loaded and not item.known:
-                item.known = True
-                item.landed()
 
     # -- loading
 
@@ -285,12 +260,12 @@ class ResidentLoader:
             if item.loaded:
                 return
             cache = self._cache
-            if self._closed or (cache is None and item.host is None):
+            if self._closed or cache is None:
                 raise CaromError(f"{item.name!r} is needed, but its session was closed before it was read")
             before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
             if not item.issued:
                 needed = [number for number, other in self._pending.items() if not other.issued]
-                if needed[0] != item.number and cache is not None:
+                if needed[0] != item.number:
                     # Read it first, whatever was expected: reads of other loads would take its buffers again and again.
                     cache.expect(dict.fromkeys([item.number, *needed]))
                 self._issue(item, cache)
@@ -300,32 +275,27 @@ class ResidentLoader:
             self.late_seconds += time.perf_counter() - began
             if before is not None:
                 self._meter.waited(before, self._engine.mark(), item.name, managed_tensor.in_backward())
-            self._copy_ahead(cache, item.number)
+            self._copy_ahead(cache)
             if not self._pending:
                 self._finish()
 
-    def _copy_ahead(self, cache: HostCache | None, after: int) -> None:
-        """Issue the copies of the loads after number ``after``, if their bytes are in RAM."""
+    def _copy_ahead(self, cache: HostCache) -> None:
+        """Issue the copies of the next loads whose bytes are in RAM."""
         if self._engine.blocking:
             return
-        following = [item for item in self._pending.values() if item.number > after]
-        for item in following[:_AHEAD]:
+        for item in list(self._pending.values())[:_AHEAD]:
             if not item.issued:
-                if item.host is None and not (cache is not None and cache.has(item.number)):
+                if not cache.has(item.number):
                     return
                 try:
                     self._issue(item, cache)
                 except WeightsError:  # raised again where the weights are needed
                     return
 
-    def _issue(self, item: Load, cache: HostCache | None) -> None:
+    def _issue(self, item: Load, cache: HostCache) -> None:
         """Issue the copies of ``item``. After an error none of them is under way."""
         try:
-            if item.host is not None:
-                item.copied, _ = self._engine.copy_in(item.buffer, item.host, item.after, False)
-            else:
-                assert cache is not None
-                item.copied = self._copy(item, cache)
+            item.copied = self._copy(item, cache)
         except Exception:
             (item.engine or self._engine).synchronize()
             raise
@@ -393,7 +363,6 @@ class ResidentLoader:
 
     def _finish(self) -> None:
         """Release the buffers and report that everything is loaded."""
-        self._finished = True
         self.note_peak()
         self._release_buffers()
         self._on_finished()
@@ -409,11 +378,10 @@ class ResidentLoader:
         self.limit_bytes = 0
 
     def close(self) -> None:
-        """Abandon loads from a file that are not complete, complete the others, and release all memory. Idempotent. Must
-        not be called while work is pending on the device.
+        """Abandon loads that are not complete, and release all memory. Idempotent. Must not be called while work is
+        pending on the device.
         """
         with self._lock:
-            self.complete()
             self._closed = True
             self._wrapped.undo()
             self._release_buffers()
@@ -423,16 +391,6 @@ class ResidentLoader:
             # Release the loads now: code that still refers to the session must not keep their device memory.
             self._pending.clear()
             self._loads = []
-
-    def complete(self) -> None:
-        """Load what comes from host memory. The program's tensors lie on the device, so nobody may read or move them before.
-
-        After an error the call may be repeated.
-        """
-        with self._lock:
-            for item in [item for item in self._pending.values() if item.host is not None]:
-                self.load(item)
-            self._wait_for(self._loads)
 
     # -- figures
 

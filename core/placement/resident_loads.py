@@ -1,4 +1,4 @@
-"""Defines `Load`: tensors that stay on the device and are loaded together, into one device buffer, on first use.
+"""Defines `Load`: tensors of a file that stay on the device and are loaded together, into one device buffer.
 
 A load may cross to the device packed. Its bytes are then decoded when they arrive, or stay packed on the device if the load
 is a streamed unit that is decoded at each use.
@@ -29,11 +29,7 @@ class Load:
     ``stays_packed``: whether the bytes of ``wire`` are the contents of ``buffer``, and are not decoded.
     ``engine``: of the device of ``buffer``, if that is not the session's device.
     ``number``: the position among the loads of one loader.
-    ``host``: the pinned host memory that has the bytes of ``buffer``, None if they are read from a file. ``after``: events
-    after which ``buffer`` may be written, for bytes in ``host``. ``landed``: called once the host knows that the copies are
-    over.
     ``issued``: whether the copies were issued. ``copied``: the event at their end, None once the host knows that it passed.
-    ``known``: whether ``landed`` was called.
     """
 
     name: str
@@ -48,12 +44,8 @@ class Load:
     engine: Engine | None = None
     loaded: bool = False
     number: int = 0
-    host: torch.Tensor | None = None
-    after: tuple[Any, ...] = ()
-    landed: Callable[[], None] = lambda: None
     issued: bool = False
     copied: Any = None
-    known: bool = False
 
     def fit(self, staging_bytes: int) -> None:
         """Let the host decode the tensors if their packed bytes do not fit into ``staging_bytes`` of device memory."""

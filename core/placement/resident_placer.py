@@ -24,8 +24,6 @@ from . import residents
 from .backing import Backing
 from .host_copies import HostCopy, HostStore, fingerprint
 from .packer import host_bytes
-from .resident_loader import OutOfMemory
-from .resident_loads import Load
 from .residents import DeviceTensors, Moved, SharedBuffer, group_by_buffer, is_plain
 from .tier import Tier
 from .uploads import CHUNK, THREADS, Uploads
@@ -47,7 +45,6 @@ class ResidentPlacer:
         self.uploads = Uploads(engine, store.arena)
         # Resident units that are moved while streamed units are being stored in the tier.
         self._deferred: list[Unit] = []
-        self._in_order: list[Unit] = []  # the same ones, until all are moved
         self._small: list[Entry] = []  # the small tensors of the deferred units, which share one buffer
         self._buffer_bytes = 0
         self._copying: Any = None  # the event of the last copy to the device
@@ -86,7 +83,7 @@ class ResidentPlacer:
             size = self._move(tensor)
             self._buffer_bytes += size if entry.counted else 0
         if defer:
-            self._deferred, self._small, self._in_order = units, groups[-1], units
+            self._deferred, self._small = units, groups[-1]
             return
         small = [unit for unit in units if unit.nbytes < residents.SMALL_UNIT]
         modules = [unit.modules for unit in units if unit.nbytes >= residents.SMALL_UNIT]
@@ -159,9 +156,8 @@ class ResidentPlacer:
             # memory.
             and not self._engine.shares_host
         )
-        later = copy_is_current and self._comes_later(copy, entries)
-        self._move_into_shared_buffer(entries, modules, later)
-        if copy is None or copies is None or later:
+        self._move_into_shared_buffer(entries, modules)
+        if copy is None or copies is None:
             return
         shared_buffer = self.device_tensors.moved[-1].shared_buffer
         if not copy_is_current or shared_buffer is None or any(entry.trainable for entry in entries):
@@ -173,36 +169,6 @@ class ResidentPlacer:
             copy.known_fingerprint = fingerprint([self._bytes_of(shared_buffer)])
         # While the copy to the device runs, no other thread may unpin the block.
         self._copied.append((shared_buffer, copy))
-
-    def _comes_later(self, copy: HostCopy | None, entries: list[Entry]) -> bool:
-        """Return whether the tensors of ``entries``, whose values ``copy`` has, are copied on first use."""
-        plain = all(
-            type(entry.tensor) in (torch.Tensor, nn.Parameter) and not entry.trainable for entry in entries
-        )
-        return copy is not None and copy.plain and copy.block.pinned and plain and not self._engine.blocking
-
-    def _load_later(
-        self, copy: HostCopy, memory: torch.Tensor, buffer: SharedBuffer, modules: list[nn.Module]
-    ) -> Load:
-        """Let ``memory`` on the device get its bytes from ``copy`` on first use. Returns what loads them."""
-
-        def arrived() -> None:
-            if copy.known_fingerprint is None:
-                with contextlib.suppress(OutOfMemory):  # the next park then copies the bytes to the host
-                    copy.known_fingerprint = fingerprint([self._bytes_of(buffer)])
-
-        def landed() -> None:
-            # From now on the copy counts as that of a resident, and may be unpinned.
-            copy.coming = False
-            if copy.known_fingerprint is not None:
-                copy.device_fingerprint, buffer.copy = copy.known_fingerprint, copy
-
-        load = Load(buffer.unit.name, memory, buffer.nbytes, [], [], modules, arrived, landed=landed)
-        load.host = copy.block.data[: buffer.nbytes]
-        load.after = (self._engine.record(self._engine.stream()),)
-        copy.coming = True
-        self._tier.residents.add(load)
-        return load
 
     def _bytes_of(self, buffer: SharedBuffer) -> torch.Tensor:
         """Return the bytes of a buffer on the device as a uint8 tensor."""
@@ -229,21 +195,13 @@ class ResidentPlacer:
         small, self._small = self._small, []
         units, self._deferred = self._deferred, []
         self._place_group(small, [])
-        in_order, self._in_order = self._in_order, []
-        if in_order:
-            self._tier.residents.expect_order(in_order)
         self._finish_copies()
         for unit in units:
             if self._store.copies is not None:
                 self._store.copies.drop(unit)
 
-    def _move_into_shared_buffer(
-        self, entries: list[Entry], modules: list[nn.Module], later: bool = False
-    ) -> None:
-        """Copy tensors to one new device buffer. Tensors that are already on the device stay where they are.
-
-        ``later``: whether they are copied from their host copy on first use.
-        """
+    def _move_into_shared_buffer(self, entries: list[Entry], modules: list[nn.Module]) -> None:
+        """Copy tensors to one new device buffer. Tensors that are already on the device stay where they are."""
         if not entries:
             return
         entries = self._tier.load(entries, entries[0].name, modules)
@@ -259,10 +217,7 @@ class ResidentPlacer:
         self._buffer_bytes += round_up(layout.nbytes, self._engine.grain)
         self.loaded_bytes += layout.nbytes
         shared_buffer = SharedBuffer(buffer.data_ptr(), layout)
-        copy = self._store.find(layout)
-        # Before the tensors lie there: an interrupt may come in between, and the memory of each is filled at the end.
-        load = self._load_later(copy, buffer, shared_buffer, modules) if later and copy is not None else None
-        filled = load is not None or self._fill(buffer, copy)
+        filled = self._fill(buffer, self._store.find(layout))
         for entry, laid in zip(entries, layout.entries, strict=True):
             tensor = entry.tensor
             with torch.inference_mode(False), torch.no_grad():
@@ -278,8 +233,6 @@ class ResidentPlacer:
             del value, like
             self.device_tensors.moved.append(Moved(tensor, self._take_origin(tensor), shared_buffer))
             tensor.data = view
-        if load is not None:
-            self._tier.residents.show(load, [entry.tensor for entry in entries])
 
     def _fill(self, buffer: torch.Tensor, copy: HostCopy | None) -> bool:
         """Copy the tensors of a host copy to ``buffer`` on the device at once. Returns False if this is not possible."""
@@ -470,7 +423,6 @@ class ResidentPlacer:
 
     def undo(self) -> None:
         """Move every tensor back to its original device. After a failure the call may be repeated."""
-        self._tier.residents.complete()
         self.device_tensors.undo()
         self._buffer_bytes = self.adapter_bytes = 0
 

@@ -83,11 +83,9 @@ class StoredTier(Tier):
         return self.store.ready(unit)
 
     def recover(self) -> None:
-        super().recover()
         self.store.recover()
 
     def close(self) -> None:
-        super().close()
         if self._store is not None:
             self._store.close()
 

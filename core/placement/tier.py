@@ -25,7 +25,6 @@ from ..model.units import Entry, Unit
 from ..stores.transfer import Transfer
 from .attached_tensors import AttachedTensors
 from .backing import Backing, RunnerState
-from .resident_loader import ResidentLoader
 
 if TYPE_CHECKING:
     from .bound_checkpoint import FileTensor
@@ -86,7 +85,6 @@ class Tier:
     ``left_device``: called when units whose packed bytes stayed on the device have to be copied over the link
     from now on.
     ``complete``: whether all units are in host memory and stay there, so that nothing more is read.
-    ``residents``: the loader of tensors that stay on the device and are loaded on first use.
     """
 
     complete = True  # no property: the runner asks at each use of a unit
@@ -97,7 +95,6 @@ class Tier:
         self.attached = AttachedTensors(engine)
         self.notes: list[str] = []
         self.left_device: Callable[[], None] = lambda: None
-        self.residents = ResidentLoader(engine)
 
     # -- making and undoing a layout
 
@@ -137,7 +134,6 @@ class Tier:
 
     def start(self, transfer: Transfer, runner: RunnerState) -> None:
         """Begin to serve fetches by ``transfer`` for ``runner``. Called once the slots exist, after `read_ahead`."""
-        self.residents.attach_streamer(runner.lock, transfer.meter)
 
     # -- units in the memory of other devices (`PeerMemory`)
 
@@ -152,7 +148,6 @@ class Tier:
     def close(self) -> None:
         """Release the resources that fetches need. Called after the last fetch, when no work is pending on the
         device."""
-        self.residents.close()
 
     def guard(self) -> None:
         """Let operators that read host bytes of streamed units in a step raise an error, if the engine can
@@ -212,30 +207,25 @@ class Tier:
         """Bring reads and caches into order after an interrupt. Called while no fetch is running and the device is
         idle.
         """
-        self.residents.recover()
 
     # -- residents that are not loaded yet
 
     @property
     def arriving(self) -> bool:
         """Whether any residents are not loaded yet."""
-        return self.residents.waiting
+        return False
 
     def begin_pass(self, everything: bool) -> None:
         """Load the residents that a root forward needs at its start. Load all residents if ``everything``."""
-        if self.residents.waiting:
-            self.residents.begin_pass(everything)
 
     def end_pass(self) -> None:
         """Note that a root forward has succeeded."""
-        self.residents.end_pass()
 
     def end_backward(self) -> None:
         """Note that a backward has ended."""
 
     def wrap_arriving(self) -> None:
         """Wrap forwards so that each resident unit is loaded when one of its modules runs."""
-        self.residents.wrap_forwards()
 
     # -- values that the program writes to weights, and packing
 

@@ -104,7 +104,9 @@ def test_a_unit_computes_while_the_next_ones_are_copied(tmp_path, timing):
 
         engine.synchronize = noted
         assert torch.equal(empty(x), expected)
-        assert early and not any(early), "the host waits once all copies are issued, and gives the buffers back"
+        assert early and not any(early), (
+            "the host waits once all copies are issued, and gives the buffers back"
+        )
         del engine.synchronize
         other = threading.Thread(target=lambda: found.append(empty(x)))
         found: list[torch.Tensor] = []

@@ -177,8 +177,6 @@ def test_a_clean_park_copies_nothing_and_a_return_copies_each_unit_once(
             crossings.clear()
             trimmed.clear()
             session.unpark()
-            assert len(crossings.into) == 0, "each unit waits for its first use"
-            inside(session).load_residents()
             assert not trimmed, "the C allocator is searched for free memory only where some was freed"
             assert sorted(crossings.into) == (resident if small_unit == 1 else [sum(resident)])
             assert not (crossings.moved or crossings.encoded or crossings.decoded or crossings.out)
@@ -206,7 +204,6 @@ def test_what_streamed_before_it_became_resident_is_put_aside_and_returns_from_t
         for _ in range(2):
             crossings.clear()
             session.unpark()
-            inside(session).load_residents()
             assert len(crossings.into) == len(resident)
             assert not (crossings.moved or crossings.encoded or crossings.decoded or crossings.out)
             assert sum(crossings.into) <= (1 if codec == "raw" else 0.95) * sum(resident)
@@ -229,7 +226,6 @@ def test_a_larger_budget_keeps_all_residents_and_copies_those_that_come_and_no_o
         run(net)
         session.park(keep=True)
         session.unpark()
-        inside(session).load_residents()
         before = session.plan.resident.keys()
         for share in (0.62, 0.74):
             if parked:
@@ -237,7 +233,6 @@ def test_a_larger_budget_keeps_all_residents_and_copies_those_that_come_and_no_o
             crossings.clear()
             session.set_budget(vram=int(share * size(net)))
             session.unpark()
-            inside(session).load_residents()
             assert session.plan.resident.keys() > before and not crossings.encoded and not crossings.out
             assert len(crossings.into) == len(session.plan.resident) - (0 if parked else len(before))
             assert torch.equal(run(net), expected)

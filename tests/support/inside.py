@@ -149,12 +149,6 @@ class Answers:
         """Whether this thread counts as in a step."""
         return self._manager.layout.runner.forwards.computing()
 
-    def load_residents(self) -> None:
-        """Copy the residents that wait for their first use."""
-        layout = self._manager.layout
-        with layout.runner.lock:
-            layout.placement.tier.begin_pass(everything=True)
-
     def begin_pass(self) -> None:
         """Begin a pass on this thread, as a call of the module does, and leave it open."""
         self._manager.layout.runner.forwards.root_begins()
