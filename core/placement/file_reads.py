@@ -29,6 +29,7 @@ from .backing import RunnerState
 from .bound_checkpoint import FileTensor
 from .file_source import FileSource
 from .gather import Gather
+from .resident_cache import few_buffers
 from .resident_loader import ResidentLoader
 from .tier import ReadFigures
 from .wire_format import WireFormat
@@ -189,7 +190,7 @@ class FileReads:
         """Return the plan of buffers through which residents are read while no cache is open."""
         # Kept pieces are worth more than large buffers, because they save reads.
         spare = min(budget, max(budget - self._source.kept.nbytes, budget // 16, PAGE))
-        return self._residents.few_buffers(spare, 4, PAGE)
+        return few_buffers(self._residents.sizes, spare, 4, PAGE)
 
     def _buffers_beside_cache(self, budget: int) -> BufferPlan | None:
         """Return the plan of buffers through which residents are read while the cache fills.
@@ -200,7 +201,7 @@ class FileReads:
         cache = (
             0 if buffers is None else self._piece_bytes if buffers.whole else buffers.count * buffers.nbytes
         )
-        few = self._few_buffers(budget) if buffers is None else residents.few_buffers(budget, 16)
+        few = self._few_buffers(budget) if buffers is None else few_buffers(residents.sizes, budget, 16)
         if few is None:
             return None
         if self._source.keeps_residents and budget - cache > few.count * few.nbytes:

@@ -20,24 +20,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..checkpoint.direct_io import ALIGN as PAGE
 from ..checkpoint.disk_reader import DiskReader
 from ..common.errors import CaromError, WeightsError
 from ..common.sizes import MIB
 from ..device.engine import Engine
 from ..device.staging import Staging
 from ..host.arena import HostArena
-from ..host.blob_checksums import BlobChecks
 from ..host.cache_buffer import CacheFigures
-from ..host.cache_pieces import BufferPlan, CachePiece, cut
-from ..host.host_cache import HostCache
+from ..host.cache_pieces import BufferPlan
 from ..host.kept_pieces import KeptPieces
 from ..metrics.meter import Meter
 from ..model import managed_tensor
 from ..model.arriving_tensor import clear_pending, mark_pending
 from ..model.compiling import quiet, untraced
 from ..model.interpose import Wrapped
-from ..plan.residency import round_up
+from .resident_cache import ResidentCache
 from .resident_loads import Load
 
 logger = logging.getLogger("carom")
@@ -50,7 +47,6 @@ _AHEAD = 2  # loads that are copied before they are needed
 class ResidentLoader:
     """The queued loads of one layout's residents, in the order in which their units are expected to be used.
 
-    ``limit_bytes``: the most bytes of host memory that the buffers between disk and device take.
     ``temporary_bytes``: device memory that is allocated until everything is loaded, because packed loads are
     decoded and the streamer has no staging memory.
     ``late_seconds``: time that host threads waited.
@@ -61,35 +57,30 @@ class ResidentLoader:
         self._engine, self._arena = engine, arena
         # Both are replaced by the streamer's in `attach_streamer`.
         self._lock, self._meter = threading.RLock(), Meter(engine)
-        self._pending: dict[int, Load] = {}  # by number, in the order of expected use
-        self._added = 0
-        self._cache: HostCache | None = None
+        self._pending: dict[Load, None] = {}  # in the order of expected use
+        self._cache: ResidentCache | None = None
         self._loads: list[Load] = []  # all of them, until they are on the device
-        self._pieces: list[list[CachePiece]] = []  # of each load
-        self._checks = BlobChecks((), ())
         self._wrapped = Wrapped()
         self._on_finished: Callable[[], None] = lambda: None
         self.note_peak: Callable[[], None] = lambda: None
         self._passes_begun = 0  # number of root forwards so far
         self._closed = False
-        self.limit_bytes = 0
         self.late_seconds = 0.0
         # What the cache has read, once it was closed.
         self._read_bytes = 0
         self._spans: list[tuple[str, float, float, int]] = []
         self._staging: Staging | None = None
-        self._keeps = False
         self.temporary_bytes = 0
 
     @property
     def wanted(self) -> bool:
         """Whether any load has to be read from disk."""
-        return any(item.fresh for item in self._pending.values())
+        return any(item.fresh for item in self._pending)
 
     @property
     def packs(self) -> bool:
         """Whether any load could be copied to the device packed and decoded there, which needs staging memory."""
-        return any(item.decodes for item in self._pending.values())
+        return any(item.decodes for item in self._pending)
 
     @property
     def waiting(self) -> bool:
@@ -97,32 +88,23 @@ class ResidentLoader:
         return bool(self._pending)
 
     @property
+    def limit_bytes(self) -> int:
+        """The most bytes of host memory that the buffers between disk and device take now."""
+        return 0 if self._cache is None else self._cache.limit_bytes
+
+    @property
     def sizes(self) -> list[int]:
         """The bytes that the loads read, each."""
-        return [item.read[0] for item in self._pending.values()]
+        return [item.read[0] for item in self._pending]
 
     def add(self, item: Load) -> None:
         """Queue a load. Nothing is read before `start`."""
-        item.number = self._added = self._added + 1
         if item.modules:
-            self._pending[item.number] = item
+            self._pending[item] = None
         else:  # any forward may need it, so the first one does
-            self._pending = {item.number: item, **self._pending}
+            self._pending = {item: None, **self._pending}
         for tensor in item.tensors:
             mark_pending(tensor, functools.partial(self.load_for_all, item))
-
-    def few_buffers(self, budget: int, share: int, least: int = 0) -> BufferPlan | None:
-        """Return a plan of a few buffers that all loads pass through.
-
-        Each buffer takes at most ``budget // share`` bytes, but at least ``least``. Returns None if that is
-        less than one page.
-        """
-        largest = max(self.sizes, default=0)
-        size = max(least, min(_BUFFER, round_up(largest, PAGE), budget // share // PAGE * PAGE))
-        if not 0 < size <= budget:
-            return None
-        count = min(_BUFFERS, budget // size, sum(-(-nbytes // size) for nbytes in self.sizes))
-        return BufferPlan(count, size, count, False)
 
     def attach_streamer(self, lock: threading.RLock, meter: Meter) -> None:
         """Use the streamer's lock and meter from now on."""
@@ -143,42 +125,25 @@ class ResidentLoader:
         ``on_finished``: called when everything is loaded and the buffers are released.
         ``staging``: device memory from which packed bytes are decoded, None if nothing is decoded on the
         device.
-        ``kept``: the bytes of earlier layouts that are in RAM.
-        ``keeps``: whether what the buffers hold at the end is added to these.
+        ``kept``, ``keeps``: as in `ResidentCache`.
         """
         if staging is None and self.temporary_bytes and self.packs:
             with contextlib.suppress(OutOfMemory):  # without staging memory, the host decodes
                 staging = Staging(self._engine, self.temporary_bytes)
                 self._engine.synchronize()  # other streams may still use memory that the allocator reused
         self.temporary_bytes = 0 if staging is None else self.temporary_bytes
-        self._on_finished, self._staging, self._keeps = on_finished, staging, keeps
-        for item in list(self._pending.values()):
+        self._on_finished, self._staging = on_finished, staging
+        for item in list(self._pending):
             item.fit(0 if staging is None else staging.nbytes)
             if not item.read[0]:
                 self._mark_loaded(item)
         if self._pending and buffers is not None:
-            self._open_cache(reader(buffers.nbytes), buffers, kept)
+            self._loads = list(self._pending)
+            self._cache = ResidentCache(
+                self._engine, self._loads, reader(buffers.nbytes), buffers, self._arena, kept, keeps
+            )
         if not self._pending:
             self._finish()
-
-    def _open_cache(self, reader: DiskReader, buffers: BufferPlan, kept: KeptPieces) -> None:
-        """Open the host cache that the loads pass through, and begin to read."""
-        loads = self._loads = list(self._pending.values())
-        for place, item in enumerate(loads):
-            item.number = place
-        self._pending = dict(enumerate(loads))
-        self._pieces = cut([item.read for item in loads], buffers.nbytes)
-        blobs = [item.blobs for item in loads]
-        self._checks = BlobChecks(self._pieces, blobs)
-        self._cache = HostCache(
-            self._pieces, buffers, self._arena, reader, self._engine.landed, self._engine.synchronize, "belady",
-            self._checks.checksum if any(blobs) else None, kept,
-        )  # fmt: skip
-        self.limit_bytes = self._cache.limit_bytes
-        if self._keeps:
-            self._cache.adopt(self._pending)
-        # else: with few buffers, what was adopted for later loads would be evicted for the first ones
-        self._cache.expect(self._pending)
 
     def recover(self) -> None:
         """Begin the loads that are not complete anew, after an interrupt. Called while the device is idle."""
@@ -187,11 +152,11 @@ class ResidentLoader:
         if self._staging is not None:
             self._staging.clear()
         self._cache.recover()
-        for item in self._pending.values():
+        for item in self._pending:
             item.issued, item.copied = False, None
             if item.engine is not None:
                 item.engine.synchronize()
-        self._pending = {number: item for number, item in self._pending.items() if not item.loaded}
+        self._pending = {item: None for item in self._pending if not item.loaded}
         if not self._pending:
             self._finish()
             return
@@ -201,7 +166,7 @@ class ResidentLoader:
         """Wrap the forwards of modules whose weights are not loaded yet. The wrapper loads a unit when one of
         its modules runs.
         """
-        for item in self._pending.values():
+        for item in self._pending:
             for module in item.modules:
                 self._wrapped.forward(module, resident_forward(self, item))
 
@@ -211,7 +176,7 @@ class ResidentLoader:
         Everything is loaded from the second forward on, or if ``everything``.
         """
         self._passes_begun += 1
-        loads = list(self._pending.values())
+        loads = list(self._pending)
         try:
             for item in loads:
                 if everything or self._passes_begun > 1 or not item.modules:
@@ -238,11 +203,7 @@ class ResidentLoader:
         """Let the current stream wait until ``item`` is on the device. Raises WeightsError if reading fails; a later call
         tries again.
         """
-        if item.loaded:
-            if item.copied is not None:
-                with self._lock:
-                    if item.copied is not None:
-                        (item.engine or self._engine).wait(item.copied)
+        if item.loaded and item.copied is None:
             return
         # Disable dispatch modes (fake tensors, operator counters, the simulated device), which must not see
         # Carom's copies.
@@ -258,19 +219,19 @@ class ResidentLoader:
         """
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if item.loaded:
+                self._follow(item)
                 return
             cache = self._cache
             if self._closed or cache is None:
                 raise CaromError(f"{item.name!r} is needed, but its session was closed before it was read")
             before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
             if not item.issued:
-                needed = [number for number, other in self._pending.items() if not other.issued]
-                if needed[0] != item.number:
+                needed = [other for other in self._pending if not other.issued]
+                if needed[0] is not item:
                     # Read it first, whatever was expected: reads of other loads would take its buffers again and again.
-                    cache.expect(dict.fromkeys([item.number, *needed]))
+                    cache.expect(dict.fromkeys([item, *needed]))
                 self._issue(item, cache)
-            if item.copied is not None:
-                (item.engine or self._engine).wait(item.copied)
+            self._follow(item)
             self._mark_loaded(item)
             self.late_seconds += time.perf_counter() - began
             if before is not None:
@@ -279,65 +240,28 @@ class ResidentLoader:
             if not self._pending:
                 self._finish()
 
-    def _copy_ahead(self, cache: HostCache) -> None:
+    def _follow(self, item: Load) -> None:
+        """Let the current stream wait for the copies of ``item``, unless they are known to be over."""
+        if item.copied is not None:
+            (item.engine or self._engine).wait(item.copied)
+
+    def _copy_ahead(self, cache: ResidentCache) -> None:
         """Issue the copies of the next loads whose bytes are in RAM."""
         if self._engine.blocking:
             return
-        for item in list(self._pending.values())[:_AHEAD]:
+        for item in list(self._pending)[:_AHEAD]:
             if not item.issued:
-                if not cache.has(item.number):
+                if not cache.has(item):
                     return
                 try:
                     self._issue(item, cache)
                 except WeightsError:  # raised again where the weights are needed
                     return
 
-    def _issue(self, item: Load, cache: HostCache) -> None:
-        """Issue the copies of ``item``. After an error none of them is under way."""
-        try:
-            item.copied = self._copy(item, cache)
-        except Exception:
-            (item.engine or self._engine).synchronize()
-            raise
+    def _issue(self, item: Load, cache: ResidentCache) -> None:
+        """Issue the copies of ``item``."""
+        item.copied = cache.copy(item, self._staging)
         item.issued = True
-
-    def _copy(self, item: Load, cache: HostCache) -> Any:
-        """Enqueue the copies of the pieces of ``item`` to the device, and their decoding. Returns the event at the end."""
-        engine, after, found, event = item.engine or self._engine, list[Any](), list[Any](), None
-        target, staging = item.buffer, self._staging
-        if item.decodes:
-            assert staging is not None
-            target, after = staging.take(item.read[0])
-        pieces = self._pieces[item.number]
-        while pieces:
-            acquired = cache.acquire(pieces)  # all pieces, or those before one that is not in RAM yet
-            taken, pieces = pieces[: len(acquired)], pieces[len(acquired) :]
-            copies: list[Any] = []
-            try:
-                for piece, (source, inspection) in zip(taken, acquired, strict=True):
-                    end = piece.start + piece.nbytes
-                    event, _ = engine.copy_in(target[piece.start : end], source, after, False)
-                    copies.append(event)
-                    found.append(inspection)
-                    after = []
-            finally:
-                cache.release(taken, copies)
-                acquired.clear()  # the traceback of an exception would keep them alive
-        if item.decodes:
-            assert staging is not None
-            staging.release_after(event)
-        if item.blobs:
-            try:
-                self._checks.verify(item.number, found)
-            except WeightsError:
-                engine.synchronize()
-                cache.discard(item.number)  # so that a later call reads them again
-                raise
-        if item.decodes:
-            assert staging is not None and item.wire is not None and item.wire.decoder is not None
-            event, _ = engine.decode(item.wire.decoder, target, item.buffer, (event,), False)
-            staging.release_after(event)
-        return event
 
     def _mark_loaded(self, item: Load) -> None:
         """Set the class of the tensors of ``item`` back to their own, now that their bytes are on the device."""
@@ -346,7 +270,7 @@ class ResidentLoader:
                 clear_pending(tensor)
             item.arrived()
         item.loaded = True
-        self._pending.pop(item.number, None)
+        self._pending.pop(item, None)
 
     # -- the end of a pass, and closing
 
@@ -373,9 +297,8 @@ class ResidentLoader:
         cache, self._cache = self._cache, None
         if cache is not None:
             self._wait_for(self._loads)
-            self._read_bytes, self._spans = cache.total_read(), cache.reads()
-            cache.close(keep=self._keeps)
-        self.limit_bytes = 0
+            self._read_bytes, self._spans = cache.figures().read_bytes, cache.reads()
+            cache.close()
 
     def close(self) -> None:
         """Abandon loads that are not complete, and release all memory. Idempotent. Must not be called while work is
@@ -385,7 +308,7 @@ class ResidentLoader:
             self._closed = True
             self._wrapped.undo()
             self._release_buffers()
-            for item in self._pending.values():
+            for item in self._pending:
                 for tensor in item.tensors:
                     clear_pending(tensor)
             # Release the loads now: code that still refers to the session must not keep their device memory.
@@ -401,7 +324,7 @@ class ResidentLoader:
 
     def total_read(self) -> int:
         """Return the bytes read from disk so far."""
-        return self._read_bytes if self._cache is None else self._cache.total_read()
+        return self._read_bytes if self._cache is None else self._cache.figures().read_bytes
 
     def reads(self) -> list[tuple[str, float, float, int]]:
         """Return recent reads as (label, start, end, bytes)."""

@@ -28,7 +28,6 @@ class Load:
     ``wire``: the packed byte layout of the load, None if it cannot be copied packed.
     ``stays_packed``: whether the bytes of ``wire`` are the contents of ``buffer``, and are not decoded.
     ``engine``: of the device of ``buffer``, if that is not the session's device.
-    ``number``: the position among the loads of one loader.
     ``issued``: whether the copies were issued. ``copied``: the event at their end, None once the host knows that it passed.
     """
 
@@ -43,7 +42,6 @@ class Load:
     stays_packed: bool = False
     engine: Engine | None = None
     loaded: bool = False
-    number: int = 0
     issued: bool = False
     copied: Any = None
 

@@ -386,19 +386,22 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/placement/resident_loader.py",
         (
-            "            (item.engine or self._engine).wait(item.copied)\n            self._mark_loaded(item)\n",
+            "            self._follow(item)\n            self._mark_loaded(item)\n",
             "            self._mark_loaded(item)\n",
             "kernels read residents that are still being copied",
         ),
+    ),
+    *_of(
+        "core/placement/resident_cache.py",
         (
-            "                cache.discard(item.number)  # so that a later call reads them again\n",
+            "                self._cache.discard(number)  # so that a later call reads them again\n",
             "",
             "wrong bytes stay in RAM, and every later attempt fails",
         ),
         (
-            "        self.limit_bytes = 0\n\n    def close",
-            "\n    def close",
-            "buffers count as held after they were given back",
+            "            (item.engine or self._engine).synchronize()\n            raise\n",
+            "            raise\n",
+            "a copy that a failed load has begun reads memory that is given back",
         ),
     ),
     *_of(
@@ -445,8 +448,8 @@ MUTANTS: list[Mutant] = [
             "the cache's memory is not counted",
         ),
         (
-            "                buffer.block.unpin()\n",
-            "                pass\n",
+            "            buffer.block.unpin()\n            del buffer",
+            "            del buffer",
             "the cache's buffers stay pinned after the end",
             "a block that nobody has any more is unpinned by its finalizer",
         ),

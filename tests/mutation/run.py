@@ -84,6 +84,11 @@ TESTS: dict[str, list[str]] = {
         "placement/test_residents_stay.py",
         "session/test_changed_residents.py",
     ],
+    "core/placement/resident_cache.py": [
+        "placement/test_lazy_residents.py",
+        "placement/test_disk_wire.py",
+        "session/test_peers.py",
+    ],
     "core/placement/resident_loader.py": ["placement/test_disk_waits.py", "placement/test_lazy_residents.py"],
     "core/host/host_cache.py": ["host/test_cache.py", "placement/test_disk.py"],
     "core/host/buffer_pool.py": ["host/test_cache.py", "placement/test_disk.py"],
