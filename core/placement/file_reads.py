@@ -215,7 +215,7 @@ class FileReads:
         self._peak = max(self._peak, self._host_bytes())
 
     def _residents_loaded(self) -> None:
-        """Open the cache, or let the open cache use the memory of the staging buffers. Called once all
+        """Open the cache, or let the open cache use the memory of the residents' buffers. Called once all
         residents are on the device.
         """
         if self.cache is None:

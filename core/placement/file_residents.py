@@ -235,10 +235,11 @@ class FileResidents:
         """
         for group in list(self._groups):
             if group.residents and all(resident.in_place for resident in group.residents):
-                self._left.append(group)
-                self._groups.remove(group)
                 for resident in group.residents:
                     resident.leave_module(self._checkpoint)
+                # In this order, because an interrupt may come in between: `undo` can do the same again.
+                self._left.append(group)
+                self._groups.remove(group)
 
     def take_over(self, before: FileResidents) -> None:
         """Own what ``before``, those of the last layout, has left on the device."""
@@ -288,7 +289,10 @@ class FileResidents:
         self, group: _Group, entries: list[Entry], name: str, modules: list[nn.Module], buffer: torch.Tensor
     ) -> None:
         """Queue the loading of ``entries`` into ``buffer``, a part of the memory of ``group``, as one load."""
-        fresh, residents, nbytes, start = [], [], len(buffer), 0
+        fresh, nbytes, start = list[PlacedTensor](), len(buffer), 0
+        # First: an interrupt may come once tensors are in the modules, and `undo` then has to find them.
+        loaded = _LoadedRange(self._engine.alias(buffer, 0, nbytes), [])
+        group.ranges.append(loaded)
         layout = Unit(name, "", [], nbytes=nbytes)  # describes the bytes that are read from the file
         for entry in entries:
             at, start = start, start + _aligned(entry)
@@ -304,14 +308,14 @@ class FileResidents:
                 )
                 if isinstance(entry.tensor, nn.Parameter):
                     tensor = nn.Parameter(tensor, requires_grad=False)
-            residents.append(_Resident(entry, file_tensor, tensor))
-            residents[-1].enter_module(entry, self._checkpoint)
-        loaded = _LoadedRange(self._engine.alias(buffer, 0, nbytes), residents)
-        group.ranges.append(loaded)
+            resident = _Resident(entry, file_tensor, tensor)
+            loaded.residents.append(resident)
+            resident.enter_module(entry, self._checkpoint)
         wire = self._checkpoint.wire(layout, self._staging_bytes)
         if wire.decoder is not None and self._engine.device.type != "cpu":
             wire.decoder.prepare(self._engine.device)
-        load = Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, loaded.arrive)
+        tensors = [resident.tensor for resident in loaded.residents]
+        load = Load(name, buffer, nbytes, fresh, tensors, modules, loaded.arrive)
         load.wire = None if wire.decoder is None else wire
         if load.wire is not None:
             self.decoded_bytes = max(self.decoded_bytes, wire.nbytes)

@@ -10,6 +10,7 @@ import torch
 from carom.core.streaming.streamer import Streamer
 from tests_disk_harness import Drive, uniform
 from tests_harness import on_some_devices, place
+from tests_interrupts import InterruptAt, Interrupts
 from tests_limits import units_apart_from
 
 BLOCK = 32768  # bytes of one of the twenty blocks of `uniform`
@@ -109,3 +110,33 @@ def test_a_budget_that_does_not_fit_leaves_the_module_whole(tmp_path, monkeypatc
                 session.set_budget(vram=9 * BLOCK)
         assert session.parked
         assert torch.equal(empty(x), expected)
+
+
+def test_an_interrupt_at_any_line_of_what_stays_loses_no_value(tmp_path):
+    """At each line of `FileResidents` and `FileTier` that a change of the budget runs, in both directions."""
+    loaded, empty, path, nbytes = uniform(tmp_path)
+    x = torch.ones(1, 64)
+    with (
+        carom.stream(empty, device="cpu", vram=12 * BLOCK, weights=path, ram=2 * nbytes) as session,
+        torch.no_grad(),
+    ):
+        empty(x)
+        name = next(iter(on_device(empty)))
+        for model in (loaded, empty):
+            model.get_parameter(name).data.add_(1)
+        expected, budgets = loaded(x), (9 * BLOCK, 12 * BLOCK)
+        files = ("placement/file_residents.py", "placement/file_tier.py")
+        seen: dict[str, None] = {}
+        for vram in budgets:
+            with Interrupts(files=files) as found:
+                session.set_budget(vram=vram)
+            seen.update(dict.fromkeys(found.places))
+            assert torch.equal(empty(x), expected)
+        assert len(seen) > 40
+        for place_ in seen:
+            for vram in budgets:
+                with InterruptAt(place_):
+                    session.set_budget(vram=vram)
+                assert torch.equal(empty(x), expected), place_
+                assert torch.equal(session.read(name), loaded.get_parameter(name)), place_
+    assert torch.equal(empty.get_parameter(name), loaded.get_parameter(name))
