@@ -86,6 +86,12 @@ PARTS = (
         lambda cell: cell.kind == "switches",
     ),
     Part(
+        "Host memory",
+        "Anonymous memory of a process with one session (two in the last case) beyond what it had before, without the page "
+        "cache, on the simulated device, whose own memory is subtracted. A part is what the allocators keep.",
+        lambda cell: cell.kind == "session memory",
+    ),
+    Part(
         "Steps in ComfyUI",
         "A headless ComfyUI server, unmodified, with a Flux-shaped model of random bfloat16 weights, 1024 x 1024 pixels. The "
         "card is emulated: another process holds the rest of its memory. Stock is ComfyUI's own loader. Carom changes its "

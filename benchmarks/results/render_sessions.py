@@ -170,6 +170,17 @@ def switches_rows(record: dict[str, Any]) -> list[Row]:
     return found
 
 
+def session_memory_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a record of `session_memory`: host memory of sessions with residents, beside another commit."""
+    base_case = f"Carom at {(record['before_commit'] or '')[:12]}" if record["before_commit"] else None
+    return [
+        Row("host memory of a session, half of the weights' bytes as VRAM", f"Carom, {row['case']}", f"while {when}",
+            "of the model's bytes", value, base=row.get("before", {}).get(when), base_case=base_case)
+        for row in record["cases"]
+        for when, value in row["after"].items()
+    ]  # fmt: skip
+
+
 _HOST_CALLS = {
     "ram": "a streamed unit, weights in RAM, inference",
     "disk": "a streamed unit, weights on disk, inference",
