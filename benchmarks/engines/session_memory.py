@@ -27,7 +27,7 @@ CASES = ("in memory", "from a file", "packed", "ram short", "after a park", "two
 # This file's code, with the modules of the checkout that is measured.
 _CHILD = """
 import importlib.util, sys
-import carom.benchmarks.engines
+importlib.import_module("carom.benchmarks.engines")
 spec = importlib.util.spec_from_file_location("carom.benchmarks.engines.session_memory", sys.argv[1])
 module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module
 spec.loader.exec_module(module); module.measure(*sys.argv[2:])
@@ -44,11 +44,13 @@ def resident_set() -> int:
 
 def measure(case: str, folder: str) -> None:
     """Print the figures of ``case`` as JSON. ``folder``: where a file of the model's weights is written."""
-    import carom
     import torch
     from safetensors.torch import save_file
 
+    from ...core.budget.shared_budget import SharedBudget
+    from ...core.device.simulated import SimulatedDevice
     from ...core.session.assembly import parts
+    from ...core.session.session import stream
     from . import dit
     from .case import Case
 
@@ -58,7 +60,7 @@ def measure(case: str, folder: str) -> None:
     nbytes = settings.weight_bytes
     before = resident_set()
     count = 2 if case == "two models" else 1
-    budget: Any = carom.SharedBudget(nbytes) if count == 2 else nbytes // 2
+    budget: Any = SharedBudget(nbytes) if count == 2 else nbytes // 2
     sessions = []
     for number in range(count):
         model = dit.build(Case(**{**settings.to_dict(), "seed": number}))
@@ -71,7 +73,7 @@ def measure(case: str, folder: str) -> None:
             options["weights"] = path
         if case == "ram short":
             options["ram"] = nbytes // 4
-        sessions.append((model, carom.stream(model, vram=budget, device=carom.SimulatedDevice(), **options)))
+        sessions.append((model, stream(model, vram=budget, device=SimulatedDevice(), **options)))
     found: dict[str, Any] = {}
     parked = case == "after a park"
     with torch.no_grad():
