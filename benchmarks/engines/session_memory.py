@@ -36,7 +36,9 @@ _D, _DEPTH = 1024, 10  # blocks of 38 MB
 
 
 def resident_set() -> int:
-    """Return the anonymous and shared memory of this process, in bytes. Only Linux tells it."""
+    """Return the anonymous and shared memory of this process, in bytes. Raises OSError where the system is not Linux."""
+    if sys.platform != "linux":
+        raise OSError("only Linux tells the anonymous memory of a process")
     lines = Path("/proc/self/status").read_text("ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
@@ -120,15 +122,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--before-commit", default="", help="its commit, where the folder has no git")
     parser.add_argument("--json", type=Path, help="write the record to this file")
     given = parser.parse_args(argv)
-    if not Path("/proc/self/status").exists():
-        print("session_memory: only Linux tells the anonymous memory of a process", file=sys.stderr)
-        return 2
     try:
+        resident_set()
         record = new_record(
             "carom session memory", sys.argv[1:] if argv is None else argv, kept=given.json is not None
         )
         commit = given.before_commit or (checkout_commit(given.before) if given.before else None)
-    except ProvenanceError as error:
+    except (OSError, ProvenanceError) as error:
         print(f"session_memory: {error}", file=sys.stderr)
         return 2
     record["before_commit"] = commit
