@@ -1,0 +1,42 @@
+"""The benchmarks of what changes cost: they run without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from carom.benchmarks.engines import session_memory, switches
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_switches_and_budgets_are_timed_for_weights_in_ram_and_in_a_file(capsys):
+    assert switches.main([]) == 0
+    cells = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [cell["cell"] for cell in cells] == ["ram raw", "ram auto", "file raw"]
+    for cell in cells:
+        spread = cell["beyond_seconds"]
+        assert spread["least"] <= spread["median"] <= spread["largest"] < 5
+        assert cell["budget_beyond_seconds"].keys() == {"smaller", "larger"}
+
+
+def test_without_a_gpu_the_large_models_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(switches.torch.cuda, "is_available", lambda: False)
+    assert switches.main(["--cuda"]) == 2
+    assert "GPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the anonymous memory of a process")
+def test_the_host_memory_of_a_session_is_measured_in_a_process_of_its_own():
+    found = session_memory.run("after a park", ROOT)
+    assert 0.7 < found["parked"] < 2 and 0.7 < found["attached"] < 2
+    assert session_memory.run("no such case", ROOT / "tests").keys() == {"error"}
+
+
+def test_other_systems_are_told_that_they_cannot_measure_it(capsys, monkeypatch):
+    monkeypatch.setattr(session_memory.sys, "platform", "win32")
+    assert session_memory.main([]) == 2
+    assert "Linux" in capsys.readouterr().err
