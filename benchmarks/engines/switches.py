@@ -49,6 +49,7 @@ class Cell:
         return f"{self.homes} {self.codec}"
 
 
+SMALL = Case(d=256, depth=6)
 CELLS = (Cell("ram", "raw"), Cell("ram", "auto"), Cell("file", "raw"))
 
 
@@ -183,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         print("switches: --cuda needs a GPU that torch can use", file=sys.stderr)
         return 2
     device = torch.device("cuda:0" if given.cuda else "cpu")
-    case = Case(d=3072, depth=27, tokens=given.tokens, heads=24) if given.cuda else Case(d=256, depth=6)
+    case = Case(d=3072, depth=27, tokens=given.tokens, heads=24) if given.cuda else SMALL
     vram = int(given.vram * GIB) if given.cuda else case.block_bytes * 4
     rate = record["link_bytes_per_second"] = link_rate(device)
     asked = [name.strip() for name in given.only.split(",") if name.strip()]

@@ -12,7 +12,10 @@ from carom.benchmarks.engines import session_memory, switches
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_switches_and_budgets_are_timed_for_weights_in_ram_and_in_a_file(capsys):
+def test_switches_and_budgets_are_timed_for_weights_in_ram_and_in_a_file(capsys, monkeypatch):
+    monkeypatch.setattr(switches, "ROUNDS", 2)
+    monkeypatch.setattr(switches, "PASSES", 1)
+    monkeypatch.setattr(switches, "SMALL", switches.Case(d=64, depth=6))
     assert switches.main([]) == 0
     cells = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [cell["cell"] for cell in cells] == ["ram raw", "ram auto", "file raw"]
