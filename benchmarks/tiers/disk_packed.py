@@ -133,10 +133,7 @@ def decoded(session) -> dict[str, int]:
     """
     manager = sys.modules["carom.core.session.assembly"].parts(session).manager
     tier, index = manager.layout.placement.tier, open_index(manager.module.checkpoint.settings.path)
-    wires = [
-        *(backing.wire for backing in tier.backings),
-        *(load.wire for load in tier.residents._pending.values() if load.packed is not None),
-    ]
-    there = sum(sizes(blob.format.entry)[1] for wire in wires for blob in wire.blobs)
+    crossing = [*(backing.wire for backing in tier.backings), *tier.residents.pending]
+    there = sum(sizes(blob.format.entry)[1] for one in crossing for blob in one.blobs)
     whole = sum(entry.nbytes for entry in index.entries.values() if codec_name(entry) != "raw")
     return {"device": there, "host": whole - there}

@@ -83,6 +83,11 @@ class ResidentLoader:
         return any(item.decodes for item in self._pending)
 
     @property
+    def pending(self) -> list[Load]:
+        """The loads that are not complete on the device yet, in the order of expected use."""
+        return list(self._pending)
+
+    @property
     def waiting(self) -> bool:
         """Whether any load is not complete on the device yet."""
         return bool(self._pending)
