@@ -720,16 +720,16 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/model/interpose.py",
         (
-            "            front.live = False\n            if module",
-            "            if module",
+            "    front.live = False\n    if module",
+            "    if module",
             "a front that others stepped before runs on",
         ),
     ),
     *_of(
         "core/streaming/root_forward.py",
         (
-            "                end(running, True)\n",
-            "                end(running, False)\n",
+            "                _end(running, True)\n",
+            "                _end(running, False)\n",
             "a failed pass ends as one that went well",
         ),
         (

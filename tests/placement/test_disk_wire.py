@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import threading
@@ -291,6 +292,32 @@ def test_residents_come_packed_and_are_unpacked_on_the_device(tmp_path, monkeypa
         assert brought <= inside(session).placement.tier.residents.total_read() <= brought + (200 << 10)
         assert session.report().vram_peak_bytes <= MOST
         within_ram(session)
+
+
+def test_bytes_that_were_wrong_once_are_read_again(tmp_path, monkeypatch, apart):
+    """A drive gave wrong bytes, and the right ones later: a session that keeps residents in RAM does not keep the wrong ones."""
+    _, path, expected, empty = loaded_and_empty(tmp_path, depth=8, passes=1)
+    checksum, wrong = BlobChecks.checksum, []
+
+    def once(self: Any, piece: Any, memory: torch.Tensor) -> Any:
+        found = checksum(self, piece, memory)
+        if found and not wrong:
+            wrong.append(piece)
+            return tuple(dataclasses.replace(one, crc=None) for one in found)
+        return found
+
+    with carom.stream(empty, device=AT_RANDOM, vram=1 << 30, weights=path, ram=2 * ALL) as session:
+        assert_same(expected, infer(empty, Case, CPU, passes=1))
+        session.park(keep=True)
+        monkeypatch.setattr(BlobChecks, "checksum", once)
+        found = None
+        for _ in range(2):  # no error if they were found wrong before they were needed
+            try:
+                found = infer(empty, Case, CPU, passes=1)
+            except WeightsError as error:
+                assert "checksum" in str(error)
+        assert wrong
+        assert_same(expected, found)
 
 
 def test_residents_that_are_needed_out_of_turn_come_packed_too(tmp_path, apart):
