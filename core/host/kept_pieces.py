@@ -153,9 +153,8 @@ class KeptPieces:
                 ctypes.memmove(address + low - offset, source + low - start, high - low)
                 kept.left -= high - low
                 at = high
-            kept = (
-                None  # the memory of a piece that is released is free at once, as the bound of RAM counts it
-            )
+            # This frame must not keep the memory of a piece that is released from now on: it counts as free then.
+            kept = None
         if at < end:
             missing.append((at, end))
         return missing

@@ -21,7 +21,7 @@ from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..host.arena import HostArena
 from ..host.blob_checksums import BlobChecks, PieceChecksums
-from ..host.cache_pieces import BufferPlan, CachePiece, choose_buffers, cut
+from ..host.cache_pieces import LEAST_BUFFERS, BufferPlan, CachePiece, choose_buffers, cut
 from ..host.host_cache import CacheFigures, HostCache
 from ..host.shared_cache import SharedCache
 from ..stores.transfer import Transfer
@@ -198,17 +198,23 @@ class FileReads:
         Returns None if host memory has no room for the buffers and the cache at once.
         """
         buffers, residents = self._buffers, self._residents
-        cache = (
-            0 if buffers is None else self._piece_bytes if buffers.whole else buffers.count * buffers.nbytes
-        )
+        room = budget - self._full_bytes
         few = self._few_buffers(budget) if buffers is None else few_buffers(residents.sizes, budget, 16)
         if few is None:
             return None
-        if self._source.keeps_residents and budget - cache > few.count * few.nbytes:
-            return choose_buffers(residents.sizes, budget - cache)
-        if buffers is not None and buffers.whole and budget - cache < few.count * few.nbytes:
+        if self._source.keeps_residents and room > max(few.count * few.nbytes, LEAST_BUFFERS * PAGE):
+            return choose_buffers(residents.sizes, room)
+        if buffers is not None and buffers.whole and room < few.count * few.nbytes:
             return None
         return few
+
+    @property
+    def _full_bytes(self) -> int:
+        """The bytes of host memory that the cache of streamed units takes once it is full; 0 if nothing streams."""
+        buffers = self._buffers
+        if buffers is None:
+            return 0
+        return self._piece_bytes if buffers.whole else buffers.count * buffers.nbytes
 
     def _note_peak(self) -> None:
         """Record the bytes of host memory that hold weights now, if they are the most so far."""

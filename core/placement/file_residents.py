@@ -242,8 +242,10 @@ class FileResidents:
                 self._groups.remove(group)
 
     def take_over(self, before: FileResidents) -> None:
-        """Own what ``before``, those of the last layout, has left on the device."""
-        self._left, before._left = before._left, []
+        """Own what ``before``, those of the last layout, has left on the device. Both have the same list afterwards, so that
+        an interrupt leaves it to one of them.
+        """
+        self._left = before._left
 
     def keep_left(self, groups: Iterable[Sequence[Entry]]) -> None:
         """Give up what the last layout has left, but for the tensors of one of ``groups``, which `load` will be given."""

@@ -139,8 +139,7 @@ class FileTier(Tier):
 
     def undo_keeping_residents(self) -> None:
         """Restore the tensors of the model, but leave those that stay on the device there for the next layout."""
-        self._residents.leave()
-        run_all(super().undo, self._residents.undo)
+        run_all(self._residents.leave, super().undo, self._residents.undo)
 
     def take_over(self, before: Tier) -> None:
         """Own the residents that ``before``, the tier of the last layout, has left on the device."""

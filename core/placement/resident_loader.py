@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..checkpoint.disk_reader import DiskReader
 from ..common.errors import CaromError, WeightsError
-from ..common.sizes import MIB
 from ..device.engine import Engine
 from ..device.staging import Staging
 from ..host.arena import HostArena
@@ -37,10 +35,7 @@ from ..model.interpose import Wrapped
 from .resident_cache import ResidentCache
 from .resident_loads import Load
 
-logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-_BUFFER = 16 * MIB  # bytes of each pinned buffer between disk and device
-_BUFFERS = 4
 _AHEAD = 2  # loads that are copied before they are needed
 
 
@@ -156,11 +151,11 @@ class ResidentLoader:
             return
         if self._staging is not None:
             self._staging.clear()
-        self._cache.recover()
         for item in self._pending:
-            item.issued, item.copied = False, None
             if item.engine is not None:
                 item.engine.synchronize()
+            item.issued, item.copied = False, None
+        self._cache.recover()
         self._pending = {item: None for item in self._pending if not item.loaded}
         if not self._pending:
             self._finish()
@@ -301,9 +296,11 @@ class ResidentLoader:
         self._staging, self.temporary_bytes = None, 0
         cache, self._cache = self._cache, None
         if cache is not None:
-            self._wait_for(self._loads)
-            self._read_bytes, self._spans = cache.figures().read_bytes, cache.reads()
-            cache.close()
+            try:
+                self._wait_for(self._loads)
+            finally:
+                self._read_bytes, self._spans = cache.figures().read_bytes, cache.reads()
+                cache.close()
 
     def close(self) -> None:
         """Abandon loads that are not complete, and release all memory. Idempotent. Must not be called while work is
@@ -312,13 +309,15 @@ class ResidentLoader:
         with self._lock:
             self._closed = True
             self._wrapped.undo()
-            self._release_buffers()
-            for item in self._pending:
-                for tensor in item.tensors:
-                    clear_pending(tensor)
-            # Release the loads now: code that still refers to the session must not keep their device memory.
-            self._pending.clear()
-            self._loads = []
+            try:
+                self._release_buffers()
+            finally:
+                for item in self._pending:
+                    for tensor in item.tensors:
+                        clear_pending(tensor)
+                # Release the loads now: code that still refers to the session must not keep their device memory.
+                self._pending.clear()
+                self._loads = []
 
     # -- figures
 

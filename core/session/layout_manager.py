@@ -491,10 +491,10 @@ class LayoutManager:
         # In this order, because an interrupt may come in between: one of the two has the records.
         if before is not None:
             placement.device_tensors.take_over(before.device_tensors.moved)
+            placement.tier.take_over(before.tier)
         self._placement = placement
         if before is not None:
             before.device_tensors.hand_over()
-            placement.tier.take_over(before.tier)
         try:
             resident, streamed = self._pool.divide(carving, plan, wanted.ram, module.checkpoint is not None)
             needed = [entry for entry, _ in carving.resident]

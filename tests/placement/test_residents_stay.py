@@ -135,6 +135,10 @@ def test_an_interrupt_at_any_line_of_what_stays_loses_no_value(tmp_path):
         assert len(seen) > 40
         for place_ in seen:
             for vram in budgets:
+                name = next(iter(on_device(empty)))
+                for model in (loaded, empty):  # a value that only the device has
+                    model.get_parameter(name).data.add_(1)
+                expected = loaded(x)
                 with InterruptAt(place_):
                     session.set_budget(vram=vram)
                 assert torch.equal(empty(x), expected), place_
