@@ -107,7 +107,7 @@ class KeptPieces:
 
     def keep(self, kept: KeptPiece) -> bool:
         """Own the bytes of a piece from now on. The cache's buffer becomes a kept piece, so the sum of both
-        does not change. Returns False if the bytes are kept already or fill nothing.
+        does not change. Returns False, and owns nothing, if the bytes are kept already, or if the piece is only padding.
         """
         with self._lock:
             if _key(kept.piece) in self._pieces or not kept.piece.reads:

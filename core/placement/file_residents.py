@@ -242,13 +242,17 @@ class FileResidents:
                 self._groups.remove(group)
 
     def take_over(self, before: FileResidents) -> None:
-        """Own what ``before``, those of the last layout, has left on the device. Both have the same list afterwards, so that
-        an interrupt leaves it to one of them.
+        """Own the residents that ``before``, the `FileResidents` of the last layout, left on the device.
+
+        Both objects then share one list. So an interrupt cannot leave a resident that neither of them frees.
         """
         self._left = before._left
 
     def keep_left(self, groups: Iterable[Sequence[Entry]]) -> None:
-        """Give up what the last layout has left, but for the tensors of one of ``groups``, which `load` will be given."""
+        """Free the residents that the last layout left on the device, except the groups that `load` will be called for.
+
+        ``groups``: the entries of each call of `load`. Values that the program wrote to freed residents are kept in host memory.
+        """
         if not self._left:
             return
         wanted = {self._tensors(entries) for entries in groups}
@@ -346,7 +350,7 @@ class FileResidents:
         self.nbytes = 0
 
     def give_up_left(self) -> None:
-        """Give up what the last layout has left, because no layout follows."""
+        """Free all residents that the last layout left on the device, because no layout follows."""
         self.keep_left(())
 
     @property

@@ -147,7 +147,7 @@ class FileTier(Tier):
             self._residents.take_over(before._residents)
 
     def keep_left(self, groups: Iterable[Sequence[Entry]]) -> None:
-        """Give up the residents that the last layout has left, but for those of ``groups``."""
+        """Free the residents that the last layout left on the device, except the tensors of ``groups``."""
         self._residents.keep_left(groups)
 
     @property

@@ -194,7 +194,7 @@ class ResidentLoader:
     # -- loading
 
     def load_for_all(self, item: Load) -> None:
-        """Do what `load` does, for all streams: wait until ``item`` is on the device."""
+        """Load ``item``, and let the host wait until its bytes are on the device. Any stream may read its tensors then."""
         self.load(item)
         with self._lock:
             self._wait_for((item,))

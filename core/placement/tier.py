@@ -175,7 +175,9 @@ class Tier:
         """Own the tensors that ``before``, the tier of the last layout, has left on the device."""
 
     def keep_left(self, groups: Iterable[Sequence[Entry]]) -> None:
-        """Give up tensors that the last layout has left, but for ``groups``, those for which `load` will be called."""
+        """Free the tensors that the last layout left on the device, except the tensors of ``groups``. Called before `load`,
+        which is then called for each of these groups.
+        """
 
     @property
     def undone(self) -> bool:

@@ -24,8 +24,8 @@ class HostResources:
     ``shelf``: packed weights, by the id of the model's tensor.
     ``copies``: blocks with the bytes of units (groups of weights) that the next layout can use again.
     ``kept``: what the cache of weights from files held at the end of the last layout, for the next one.
-    ``parks``: whether the session is parked and comes back again and again, so that copies of weights that stay on the
-    device are worth their memory.
+    ``parks``: whether a program parks the session and uses it again later (`park(keep=True)`, `prepare_park`). Copies of
+    weights that stay on the device are then kept in host memory.
     ``image``: the weights that the ranks of this machine share, None without a group.
     ``gather``: the all-gathers by which the ranks fetch units together, None if each fetches whole units.
     ``peers``: the memory of other devices in which units wait, None without ``peers=``.

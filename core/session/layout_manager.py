@@ -608,7 +608,7 @@ class LayoutManager:
         run_all(*steps, self.planner.forget_replaced)
 
     def _undo_for_next(self, placement: Placement) -> Callable[[], object]:
-        """Return what undoes ``placement`` and leaves on the device what the next layout can use."""
+        """Return the method that undoes ``placement`` and leaves tensors on the device that the next layout can use."""
         return placement.undo_keeping_residents if self.simple else placement.undo_keeping_loaded
 
     def _note_order(self) -> None:
