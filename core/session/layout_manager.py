@@ -21,6 +21,7 @@ import torch
 
 from ..budget.ledger import BudgetLedger
 from ..common.errors import BudgetError, CaromError, UnsupportedError
+from ..common.garbage_collection import fewer_collections
 from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..device.vbar import NativeError
@@ -284,7 +285,8 @@ class LayoutManager:
         self.wanted = wanted
         if self._phase is Phase.NEW:
             self._enter(Phase.LAYING_OUT)
-        self._attach(wanted)
+        with fewer_collections():
+            self._attach(wanted)
 
     def change(
         self, wanted: Wanted, fallback: Fallback = no_fallback, *, reuse: bool = True,
@@ -304,7 +306,7 @@ class LayoutManager:
         self._refuse_running()
         late: BaseException | None = None
         outcome = Outcome.TOOK
-        with self.ledger.laying_out():
+        with self.ledger.laying_out(), fewer_collections():
             try:
                 moves = self._exceeds_ram(wanted)
                 self._take_down(reuse=reuse and not moves, keep=not moves)
