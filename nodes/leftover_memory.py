@@ -1,11 +1,11 @@
 """`TakesRoom`, a mixin of `Streaming`: adds the memory that a model's passes leave free to ComfyUI's budget offer.
 
 ComfyUI offers a budget for weights before a pass has run: it estimates the memory that passes need and adds reserves.
-After passes have run, the memory that they left free is known (`core/session/policies/raise_budget.py` measures it). This
-class remembers that memory as additional bytes, together with the bytes that ComfyUI kept for the passes. The kept
-bytes grow with the passes' size. The next layout of this model gets the additional bytes, also after other models used
-the device. Where ComfyUI asks for that memory, or the memory turns out to be missing, ComfyUI's own budget applies
-again. The rules are in `node_settings.py`.
+After passes have run, the memory that they left free is known, and the session takes it as soon as readings of it agree
+(`core/session/policies/raise_budget.py`). This class remembers that memory as additional bytes, together with the bytes that
+ComfyUI kept for the passes. The kept bytes grow with the passes' size. The next layout of this model gets the additional
+bytes from the beginning, also after other models used the device. Where ComfyUI asks for that memory, or the memory turns
+out to be missing, ComfyUI's own budget applies again. The rules are in `node_settings.py`.
 """
 
 from __future__ import annotations

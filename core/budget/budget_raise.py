@@ -46,11 +46,6 @@ class BudgetRaise:
         self._alike = 0
         self._asked: set[Hashable] = set()
 
-    @property
-    def unsure(self) -> bool:
-        """Whether passes have run but too few consecutive readings agree yet."""
-        return not self.none and self._last is not None and self._alike < READINGS
-
     def passed(self, memory: Memory, asked: Hashable) -> None:
         """Record the device's ``memory`` as a pass left it, for inputs of the sizes ``asked``.
 

@@ -88,28 +88,16 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     ledger.follow(device_weights)
     changes = ModelChanges(manager)
 
-    raise_budget = RaiseBudget(
-        manager,
-        ready=lambda: passes.ready(),
-        thought_over=lambda: replan.thought_over,
-        reconsider=lambda: replan.reconsider(),
-        grows_now=lambda: replan.grows_now,
-    )
-    replan = Replan(
-        manager,
-        spare_bytes=lambda: raise_budget.spare_bytes,
-        unsure=lambda: raise_budget.unsure,
-        forget_spare=raise_budget.forget,
-        taken=lambda: taken(),
-    )
+    replan = Replan(manager, taken=lambda: taken())
+    raise_budget = RaiseBudget(manager, ready=lambda: passes.ready(), raised=replan.begin_anew)
     memory = DeviceMemory(manager, device_weights, replan.begin_anew)
     host_memory = HostMemory(manager)
     policies = PolicyRunner(
         manager, device_weights, memory,
-        [Neighbours(ledger), memory, VbarPressure(manager, device_weights), host_memory, replan],
+        [Neighbours(ledger), memory, VbarPressure(manager, device_weights), host_memory, raise_budget, replan],
     )  # fmt: skip
     budgets = Budgets(manager, device_weights, memory, host_memory, raise_budget, policies)
-    recovery = Recovery(manager, changes, memory, raise_budget, lambda: replan.grows_now)
+    recovery = Recovery(manager, changes, memory, raise_budget, lambda: replan.due_now)
     passes = Passes(manager, changes, policies, memory, raise_budget, recovery)
 
     def taken() -> None:

@@ -243,7 +243,7 @@ def test_the_first_pass_that_needs_more_runs_again_with_a_larger_region_for_good
             review(session, model)
             assert one_decoded(session)
         else:
-            while not inside(session).replan.grows_now:
+            while not inside(session).replan.due_now:
                 model(inputs())
         moved.clear()
         model.together = True

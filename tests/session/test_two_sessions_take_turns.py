@@ -13,6 +13,7 @@ import time
 import carom
 import pytest
 import torch
+import torch._dynamo  # the mode of the simulated device imports it in the first step, which takes a second or two
 from torch import nn
 
 WIDTH, BLOCKS = 32, 6
@@ -129,4 +130,4 @@ def test_two_sessions_take_from_each_other_and_stay_exact(trains):
 def test_ten_thousand_steps(trains):
     longest = turns(5000, trains, seed=4)
     print(f"the longest call took {longest:.3f} s")
-    assert longest < 10 * LIMIT
+    assert longest < LIMIT

@@ -1,9 +1,9 @@
-"""`RaiseBudget`: raises a budget that a host application set, by the device memory that passes leave free.
+"""`RaiseBudget`: the policy that raises a budget which a host application set, by the device memory that passes leave
+free.
 
 A host application such as ComfyUI sets the budget before it has observed a pass (a forward of the root
-module). `budget.budget_raise` computes by how much the budget may rise. The budget rises only when a layout
-is made in any case, and only if passes can be repeated. If a pass then runs out of memory, it runs again with
-the host application's budget. A review compares the layout with others by measured times (`Replan`).
+module). `budget.budget_raise` computes by how much the budget may rise. The budget rises only before a pass that can be
+repeated. If a pass then runs out of memory, it runs again with the host application's budget.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import torch
 from ...budget.budget_raise import SIZES, BudgetRaise
 from ...common.errors import UnsupportedError
 from ...common.sizes import format_size
-from ...placement.placement import Placement
 from ...streaming.pass_retry import ModuleState, PassSnapshot, repeats, sizes
 from ...streaming.runner import Use
+from ..layout import Outcome, Wanted
 from ..layout_manager import LayoutManager
+from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
 _OFTEN, _SECONDS = 16, 0.25  # memory is read at each of the first 16 steps, and then every 0.25 seconds
 _RETRIED = 4  # number of first steps of a layout whose passes may run again, whatever their input sizes
-_WORTH = 0.03  # share of the streamed bytes; a review is not worthwhile for fewer additional bytes
+_WORTH = 0.03  # share of the streamed bytes; for fewer additional bytes the layout does not change
 
 Inputs = tuple[tuple, dict]
 
@@ -38,9 +39,7 @@ class RaiseBudget:
     `follow`.
 
     ``ready``: prepares for a pass, with a new layout if one is due.
-    ``reconsider``: requests a review of the layout at the next step.
-    ``thought_over``: returns whether the layout has been reviewed already.
-    ``grows_now``: returns whether a review is due before the next pass.
+    ``raised``: called after a layout was made for a larger budget.
     ``room``: computes the additional bytes, None before `follow`.
     ``base``: bytes of the host application's budget.
     ``least``: bytes to which the budget falls if a pass ran out of memory with `base`; the same as `base` if
@@ -48,20 +47,15 @@ class RaiseBudget:
     ``asked``: the input sizes of passes that did not run out of memory.
     """
 
-    def __init__(
-        self, manager: LayoutManager, ready: Callable[[], bool], thought_over: Callable[[], bool],
-        reconsider: Callable[[], None], grows_now: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self._manager, self._ready = manager, ready
-        self._thought_over, self._reconsider, self._grows_now = thought_over, reconsider, grows_now
+    def __init__(self, manager: LayoutManager, ready: Callable[[], bool], raised: Callable[[], None]) -> None:
+        self._manager, self._ready, self._raised = manager, ready, raised
         self.room: BudgetRaise | None = None
         self.base = self.least = 0
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
         self.asked: set[Hashable] = set()
         self._steady: ModuleState | None = None  # the module as the first pass of the layout has left it
-        # The placement of the layout that was reviewed a second time because passes had left memory free.
-        self._reconsidered: Placement | None = None
+        self._before: Wanted | None = None  # the request in effect when `decide` last returned another one
 
     def follow(
         self, base: int | None, keep: int, most: float, given: Callable[[tuple, dict], Inputs],
@@ -119,11 +113,6 @@ class RaiseBudget:
         """
         return 0 if self.room is None or self.room.none else self.room.beyond
 
-    @property
-    def unsure(self) -> bool:
-        """Whether passes have run, but too few consecutive readings of free memory agree yet."""
-        return self.room is not None and self.room.unsure
-
     def weights_moved(self) -> None:
         """Return memory that the allocator keeps to the device. Called after weights were moved.
 
@@ -138,12 +127,47 @@ class RaiseBudget:
         if self.room is not None:
             self.room.none = True
 
+    # -- between steps
+
     @property
-    def _worth_a_review(self) -> bool:
-        """Whether the additional bytes are enough to review the layout again."""
-        return self.spare_bytes > _WORTH * sum(
-            unit.nbytes for unit in self._manager.layout.placement.streamed
-        )
+    def _rises(self) -> bool:
+        """Whether the additional bytes are enough for another layout."""
+        manager = self._manager
+        if self.room is None or not manager.attached:
+            return False
+        streamed = sum(unit.nbytes for unit in manager.layout.placement.streamed)
+        return streamed > 0 and self.spare_bytes > _WORTH * streamed
+
+    def next_step(self, settled: int) -> float:
+        """Return 0 if the budget is to rise now, otherwise infinity. `passed` finds out whether it is."""
+        return 0 if self._rises else math.inf
+
+    def due(self, clock: StepClock) -> bool:
+        """Return whether the budget is to rise now."""
+        return self._rises
+
+    def decide(self, seen: Observation) -> Wanted | None:
+        """Return a request with a larger budget. Units that are on the device stay there before any others."""
+        if not seen.unreferenced:
+            return None
+        self._before = seen.wanted
+        budget = seen.wanted.vram + self.spare_bytes
+        logger.info("carom: passes leave memory free: %s for weights", format_size(budget))
+        among = seen.layout.resident_names()
+        return dataclasses.replace(seen.wanted, vram=budget, residents_among=among)
+
+    def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
+        """Return the previous request, once, if the larger budget did not fit. The budget does not rise again."""
+        before, self._before = self._before, None
+        if before is not None:
+            self.forget()
+        return before
+
+    def took(self, outcome: Outcome) -> None:
+        """Return memory that the allocator keeps to the device, after a layout for a larger budget was made."""
+        self._before = None
+        self._manager.engine.trim()
+        self._raised()
 
     # -- passes
 
@@ -154,10 +178,8 @@ class RaiseBudget:
         room, manager = self.room, self._manager
         if room is None or not manager.attached:
             return
-        now, layout = time.monotonic(), manager.layout
-        often = layout.meter.steps <= _OFTEN or manager.engine.virtual_clock
-        # a review of the layout waits for the readings
-        often = often or (room.unsure and not self._thought_over())
+        now = time.monotonic()
+        often = manager.layout.meter.steps <= _OFTEN or manager.engine.virtual_clock
         if room.none or not (often or now - self._looked >= _SECONDS):
             return
         self._looked = now
@@ -168,21 +190,16 @@ class RaiseBudget:
             room.begin_anew()
             return
         room.passed(memory, sizes(*given))
-        # If the layout was reviewed before these additional bytes were known, request one more review.
-        placement = layout.placement
-        if self._thought_over() and self._reconsidered is not placement and self._worth_a_review:
-            self._reconsidered = placement
-            self._reconsider()
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
         """Return a snapshot of the module's state and inputs before a pass that may have to run again,
         otherwise None.
 
-        A pass may have to run again if the budget is above `least`, or may rise above it before this pass.
+        A pass may have to run again if the budget is above `least`, or is to rise above it before this pass.
         """
         room, ledger = self.room, self._manager.ledger
         assert room is not None
-        grows = self._grows_now() and self.spare_bytes > 0  # whether the budget may rise before this pass
+        grows = self._rises  # before this pass
         if ledger.vram <= self.least and not grows:
             return None
         given = self._given(args, kwargs)

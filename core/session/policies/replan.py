@@ -19,30 +19,19 @@ from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
 FIRST = 4  # number of measured steps (without a session's first two) after which the layout is reviewed
-_UNSURE = 8  # most steps to wait until readings of free memory agree
 _AGAIN = 8  # number of steps until the next attempt, if an attempt was not possible
 
 
 class Replan:
     """Reviews a layout after its first measured steps.
 
-    ``spare_bytes``: returns the additional bytes, by which the budget may rise.
-    ``unsure``: returns whether the additional bytes are not known yet.
-    ``forget_spare``: called if a layout with the additional bytes did not fit.
     ``taken``: called when a layout that this policy requested is in effect.
     ``at``: the number of measured steps after which the layout is reviewed, infinite if no review is due.
     """
 
-    def __init__(
-        self, manager: LayoutManager,
-        spare_bytes: Callable[[], int] = lambda: 0, unsure: Callable[[], bool] = lambda: False,
-        forget_spare: Callable[[], None] = lambda: None, taken: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._manager = manager
-        self._spare_bytes, self._unsure = spare_bytes, unsure
-        self._forget_spare, self._taken = forget_spare, taken
+    def __init__(self, manager: LayoutManager, taken: Callable[[], None] = lambda: None) -> None:
+        self._manager, self._taken = manager, taken
         self.at: float = FIRST
-        self._waited = 0  # number of steps for which a change has waited for the additional bytes to be known
         # the request that was in effect when this policy last returned a request
         self._before: Wanted | None = None
         self._learnt: TensorTimes | None = None  # the times by which the layout was chosen
@@ -51,17 +40,8 @@ class Replan:
         """Let the next layout be reviewed after its first measured steps."""
         self.at = FIRST
 
-    def reconsider(self) -> None:
-        """Let the layout be reviewed at the next step."""
-        self.at = self._manager.layout.meter.settled
-
     @property
-    def thought_over(self) -> bool:
-        """Whether the present layout has been reviewed and is kept, so that no further review is due."""
-        return self.at == math.inf
-
-    @property
-    def grows_now(self) -> bool:
+    def due_now(self) -> bool:
         """Whether a review is due before the next pass."""
         return self._manager.layout.meter.settled >= self.at
 
@@ -94,9 +74,6 @@ class Replan:
             self.at = clock.settled + max(_AGAIN, clock.settled // 4)
         elif not advice.worthwhile:
             self._settle()
-        elif clock.steps >= advice.steps and self._unsure() and self._waited < _UNSURE:
-            self._waited += 1  # free memory is not known yet, and the layout could get additional bytes
-            self.at = clock.settled + 1
         elif clock.steps < advice.steps:
             self.at = clock.settled + advice.steps - clock.steps
         elif seen.unreferenced:
@@ -108,8 +85,6 @@ class Replan:
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
         """Return the previous request, whose layout fitted, or None if that request failed too."""
         before, self._before = self._before, None
-        if before is not None:
-            self._forget_spare()
         return before
 
     def took(self, outcome: Outcome) -> None:
@@ -139,10 +114,9 @@ class Replan:
     # -- implementation
 
     def _advise(self, layout: Layout, wanted: Wanted) -> Advice | None:
-        """Return the planner's advice for the present budget plus the additional bytes."""
+        """Return the planner's advice for the present budget."""
         manager = self._manager
-        more = dataclasses.replace(wanted, vram=wanted.vram + self._spare_bytes())
-        advice = manager.planner.advise(layout, more, manager.simple)
+        advice = manager.planner.advise(layout, wanted, manager.simple)
         if advice is not None:
             manager.note_plan(dataclasses.replace(layout.plan, predicted_seconds=advice.now))
         return advice
@@ -157,7 +131,7 @@ class Replan:
             self._settle()
             return None
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
-        self._before, self.at, self._waited = manager.present(), math.inf, 0
+        self._before, self.at = manager.present(), math.inf
         self._learnt = advice.learnt
         if packing is not None:
             wanted = dataclasses.replace(wanted, packing=dataclasses.replace(packing, auto=False))
