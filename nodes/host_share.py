@@ -1,9 +1,10 @@
 """PURE. How Carom's models in one process share the RAM that a node's ``ram`` allows them together.
 
 A model whose weights fit beside those of the other models waits in RAM as a whole. Otherwise its weights stream from
-disk through a cache, and models that do not run give RAM up. A diffusion model reads its weights in every sampler
-step, so it takes what it needs. A text encoder or a VAE reads them once for a prompt, so it takes only what is free, and
-`least_share` where nothing is.
+disk through a cache, and models that do not run give RAM up. A diffusion model reads the weights that stream in every
+sampler step, so it takes RAM for these. Those that stay on the device need none while it runs: what models that wait keep
+instead is not read from disk when they return. A text encoder or a VAE reads its weights once for a prompt, so it takes only
+what is free, and `least_share` where nothing is.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ def least_share(limit: int) -> int:
     return min(limit, max(LEAST_BYTES, limit // LEAST_SHARE))
 
 
-def divide(limit: int, need: int, many_passes: bool, others: Sequence[Holder]) -> Share:
+def divide(limit: int, need: int, streams: int, many_passes: bool, others: Sequence[Holder]) -> Share:
     """Divide ``limit`` bytes between a model of ``need`` bytes that begins to run and ``others``, the longest unused
-    first. ``many_passes``: whether the model reads its weights many times in a prompt.
+    first. ``streams``: bytes of the model that do not stay on the device; ``many_passes``: whether the model reads these many
+    times in a prompt.
     """
     held = sum(other.nbytes for other in others)
     if need + held <= limit:
         return Share(limit - held, True, tuple(other.nbytes for other in others))
     least = least_share(limit)
-    wanted = need if many_passes else least
+    wanted = max(least, streams) if many_passes else least
     keeps = []
     for other in others:
         excess = max(0, wanted + held - limit)

@@ -25,17 +25,17 @@ all_models: weakref.WeakSet[Streaming] = weakref.WeakSet()
 open_models: weakref.WeakSet[Streaming] = weakref.WeakSet()
 
 
-def take_share(model: Streaming, need: int, many_passes: bool, ram: str) -> Share:
+def take_share(model: Streaming, need: int, streams: int, many_passes: bool, ram: str) -> Share:
     """Return the share of RAM of ``model``, which begins to run, and let other models give up RAM for it.
 
-    ``need``: bytes of its weights; ``many_passes``: whether it reads its weights many times in a prompt; ``ram``: the
-    value of its ``ram`` widget.
+    ``need``: bytes of its weights; ``streams``: of those that do not stay on the device; ``many_passes``: whether it reads
+    these many times in a prompt; ``ram``: the value of its ``ram`` widget.
     """
     others = [one for one in suspended_models if one is not model]
     others += [one for one in open_models if one is not model and one not in suspended_models]
     holders = [Holder(one.ram, one.suspended or one.from_disk, one.from_disk) for one in others]
     limit = comfyui_api.ram_limit(ram, sum(one.ram_now() for one in (model, *others)))
-    share = divide(limit, need, many_passes, holders)
+    share = divide(limit, need, streams, many_passes, holders)
     for other, nbytes in zip(others, share.keeps, strict=True):
         if nbytes < other.ram:
             other.give_up_ram(nbytes)

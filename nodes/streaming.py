@@ -38,6 +38,8 @@ from .spilled_weights import spill_weights, weights_in_memory
 logger = logging.getLogger("carom")
 _ATTRIBUTE = "_carom_streaming"
 TELL_EVERY_S = 2.0
+SLOTS = 1 << 30  # bytes; at most so many of a budget are slots and staging, before a layout was made
+ROUNDING = 32  # the cache of weights on disk takes at most 1/32 more than the weights that stream through it
 
 
 class Streaming(TakesRoom):
@@ -150,7 +152,7 @@ class Streaming(TakesRoom):
         try:
             prepare(root)
             limit = parse_limit(settings.vram, comfyui_api.device_bytes(device))
-            share = self._share_ram(settings)
+            share = self._share_ram(settings, bound)
             with comfyui_api.laying_out(), progress_listener(bar):
                 self._views = FileViews(root)
                 session, bound = open_session(
@@ -172,9 +174,17 @@ class Streaming(TakesRoom):
         self._node, self._told = settings.node, time.monotonic()
         bar.finish()  # raises if the user cancelled; the caller then closes the session
 
-    def _share_ram(self, settings: Settings) -> Share:
-        """Set `ram` to the bytes of RAM that the weights get, and take RAM from other models for it."""
-        share = take_share(self, self.total, self._many_passes, settings.ram)
+    def _share_ram(self, settings: Settings, budget: int) -> Share:
+        """Set `ram` to the bytes of RAM that the weights get, and take RAM from other models for it.
+
+        ``budget``: bytes of the device for weights.
+        """
+        if self.layout_bytes:
+            streams = self.layout_streams + max(0, self.layout_bytes - budget)
+        else:  # no layout was made yet: a part of the budget is for slots
+            streams = max(0, self.total - budget) + SLOTS
+        streams = min(self.total, streams + streams // ROUNDING)
+        share = take_share(self, self.total, streams, self._many_passes, settings.ram)
         self.ram = min(self.total, share.nbytes) if share.whole else share.nbytes
         return share
 
@@ -184,7 +194,8 @@ class Streaming(TakesRoom):
             return
         assert self.session is not None
         before = self.ram
-        self._share_ram(settings)
+        assert self.budget is not None
+        self._share_ram(settings, self.budget)
         if self.ram > before:
             with comfyui_api.laying_out():
                 self.session.set_budget(ram=self.ram)
@@ -281,7 +292,7 @@ class Streaming(TakesRoom):
         bar = comfyui_api.LoadingBar()
         ram = None
         if self.from_disk:
-            self._share_ram(settings)
+            self._share_ram(settings, bound)
             ram = self.ram
         with comfyui_api.laying_out(), progress_listener(bar):
             try:
