@@ -10,6 +10,7 @@ import carom
 import pytest
 import torch
 from carom.core.budget import budget_raise as core_room
+from carom.core.budget.budget_raise import READINGS
 from carom.core.budget.device_governor import Left
 from carom.core.host.arena import HostArena
 from carom.core.session import carving_cache
@@ -46,7 +47,10 @@ class Model(nn.Module):
 
 
 class Card:
-    """An imagined card that ComfyUI sees as Carom does: it offers four layers, passes leave three more."""
+    """An imagined card that ComfyUI sees as Carom does: it offers four layers, passes leave three more.
+
+    After `READINGS` passes it is known what they leave, and the pass after them takes it.
+    """
 
     def __init__(self, monkeypatch: Any, management: Any, vram: str = "auto") -> None:
         self.device = carom.SimulatedDevice(
@@ -94,9 +98,9 @@ def comfy(tmp_path, monkeypatch):
 
 
 def with_room_taken(monkeypatch: Any, management: Any) -> tuple[Card, int]:
-    """A card whose second layout took what passes left, and the budget before."""
+    """A card whose second layout took what passes had left, and the budget before."""
     card = Card(monkeypatch, management)
-    card.run()
+    card.run(READINGS)
     first = card.carom.budget
     card.patcher.partially_unload(CPU, 3 * LAYER)
     card.run()
@@ -106,7 +110,7 @@ def with_room_taken(monkeypatch: Any, management: Any) -> tuple[Card, int]:
 
 def test_the_next_layout_takes_what_passes_left_free(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    expected = card.run()
+    expected = card.run(READINGS)
     first = card.carom.budget
     spare = card.carom.session.spare
     assert first <= 4 * LAYER and 2 * LAYER <= spare <= 3 * LAYER
@@ -123,16 +127,25 @@ def test_room_is_taken_where_what_comfyui_hands_to_passes_has_no_state_that_they
 ):
     card = Card(monkeypatch, comfy)
     options = {name: {"attn1_patch": object()}}
-    card.run(transformer_options=options)
+    card.run(READINGS, transformer_options=options)
     first = card.carom.budget
     card.patcher.partially_unload(CPU, 3 * LAYER)
     card.run(transformer_options=options)
     assert (card.carom.budget > first) == taken
 
 
+def test_a_prompt_takes_what_its_first_passes_left_free(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    expected = card.run(READINGS)
+    first, spare = card.carom.budget, card.carom.session.spare
+    assert torch.equal(card.run(1), expected)
+    assert first + spare // 2 < card.carom.budget <= first + spare
+    assert card.patcher.loaded_size() == card.carom.held <= card.carom.budget
+
+
 def test_passes_that_comfyui_expects_more_of_get_what_it_keeps(comfy, monkeypatch):
     card, first = with_room_taken(monkeypatch, comfy)
-    card.run(kept=int(1.5 * card.kept))
+    card.run(1, kept=int(1.5 * card.kept))
     assert card.carom.budget <= first
 
 
@@ -180,7 +193,7 @@ def test_room_that_is_not_there_after_all_is_done_without(comfy, monkeypatch):
 
 def test_a_budget_that_a_session_raised_itself_is_known_to_comfyui(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    card.run()
+    card.run(READINGS)
     first, session = card.carom.budget, card.carom.session
     grown = first + session.spare
     with torch.inference_mode(False):
@@ -227,7 +240,7 @@ def test_what_runs_outside_of_a_models_forward_is_none_of_its_inputs():
 
 def test_comfyui_batches_passes_as_if_no_room_were_taken(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    card.run()
+    card.run(READINGS)
     before = card.patcher.get_free_memory(CPU)
     assert before == card.free
     card.patcher.partially_unload(CPU, 3 * LAYER)
@@ -239,10 +252,9 @@ def test_comfyui_batches_passes_as_if_no_room_were_taken(comfy, monkeypatch):
 def test_room_is_counted_from_what_comfyui_offers_not_from_a_budget_below_it(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
     monkeypatch.setattr(node_settings, "GROW_LEAST", 1 << 40)  # no offer is worth a layout
-    card.run()
+    card.run(READINGS)
     left = card.carom.budget + card.carom.session.spare
     card.run(kept=card.kept - LAYER)
-    assert card.carom.budget < card.carom.offer - LAYER // 2 and card.carom.session.spare
     assert card.carom.offer + beyond_now(card.carom.beyond, card.carom.kept) <= left + LAYER // 4
 
 
@@ -261,7 +273,7 @@ def test_an_offer_below_what_works_is_no_budget_to_go_back_to(comfy, monkeypatch
 
 def test_what_a_partial_unload_left_is_what_a_pass_goes_back_to(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    card.run()
+    card.run(READINGS)
     card.patcher.partially_unload(CPU, LAYER)
     assert inside(card.carom.session).raise_budget.base == card.carom.session.vram
 
@@ -302,7 +314,7 @@ def test_a_suspended_model_returns_to_the_layout_that_it_had_where_the_offer_dif
     comfy, monkeypatch, difference
 ):
     card = Card(monkeypatch, comfy)
-    expected = card.run()
+    expected = card.run(READINGS)
     budget, before = card.carom.budget, residents(card)
     card.carom.forget_room()
     divided: list[object] = []
@@ -319,7 +331,7 @@ def test_a_suspended_model_returns_to_the_layout_that_it_had_where_the_offer_dif
 
 def test_a_pass_that_cannot_run_again_leaves_a_layout_whose_offer_fell_by_little(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    expected = card.run()
+    expected = card.run(READINGS)
     card.carom.forget_room()
     budget, before = card.carom.budget, residents(card)
     monkeypatch.setattr(raise_budget, "repeats", lambda *_: False)
@@ -330,7 +342,7 @@ def test_a_pass_that_cannot_run_again_leaves_a_layout_whose_offer_fell_by_little
 
 def test_a_suspended_model_whose_budget_grows_keeps_all_residents_that_it_had(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    expected = card.run()
+    expected = card.run(READINGS)
     budget, before = card.carom.budget, residents(card)
     for _ in range(2):
         card.patcher.detach()
@@ -342,7 +354,7 @@ def test_a_suspended_model_whose_budget_grows_keeps_all_residents_that_it_had(co
 def test_the_memory_into_which_a_model_makes_way_is_pinned_while_it_samples(comfy, monkeypatch):
     units_apart_from(monkeypatch)
     card = Card(monkeypatch, comfy)
-    expected = card.run()
+    expected = card.run(READINGS)
     spares = inside(card.carom.session).manager.host.spares
     while spares.busy:
         time.sleep(0.001)
