@@ -86,6 +86,13 @@ PARTS = (
         lambda cell: cell.kind == "switches",
     ),
     Part(
+        "Attaching",
+        "Seconds that `carom.stream` takes for a module whose weights are in memory. The floor is the time in which the "
+        "system pins all of the module's bytes. The first attach of a process also makes what is made once, such as compiled "
+        "kernels.",
+        lambda cell: cell.kind == "attaching",
+    ),
+    Part(
         "Host memory",
         "Anonymous memory of a process with one session (two in the last case) beyond what it had before, without the page "
         "cache, on the simulated device, whose own memory is subtracted. A part is what the allocators keep.",

@@ -48,6 +48,7 @@ KINDS = (
     Kind("host time", _tool("carom host time of two checkouts"), render_sessions.host_time_rows),
     Kind("two commits", _tool("carom two commits in turns"), render_sessions.two_commits_rows),
     Kind("switches", _tool("carom switches"), render_sessions.switches_rows),
+    Kind("attaching", _tool("carom attaching"), render_sessions.attaching_rows),
     Kind("session memory", _tool("carom session memory"), render_sessions.session_memory_rows),
     Kind("host calls", _tool("carom host calls"), render_sessions.host_calls_rows),
     Kind("schedules", _tool("carom schedules"), render_sessions.schedule_rows),

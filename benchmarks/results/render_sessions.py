@@ -4,6 +4,7 @@ and calls, gradients.
 
 from __future__ import annotations
 
+import statistics
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,30 @@ def switches_rows(record: dict[str, Any]) -> list[Row]:
                     floor=None if floor is None else 1e3 * floor,
                     note=f"{1e3 * values['least']:.0f} to {1e3 * values['largest']:.0f} ms")
             )  # fmt: skip
+    return found
+
+
+def attaching_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a record of `attaching`: how long `carom.stream` takes for a module in memory."""
+    floors = [case["result"]["pin_seconds"] for case in record["cases"] if "pin_seconds" in case["result"]]
+    found = []
+    for case in record["cases"]:
+        result = case["result"]
+        if "seconds" not in result:
+            continue
+        if "tensors" in result:
+            group = f"{result['tensors']:,} tensors of 4 KiB, on the CPU"
+        else:
+            group = f"a DiT of {result['bytes'] / 1e9:.1f} GB in memory, 6 GiB for weights"
+        times = result["seconds"]
+        floor = statistics.median(floors[0]) if floors else None
+        note = f"{times['least']:.2f} to {times['largest']:.2f} s"
+        found += [
+            Row(group, f"Carom, {case['key']}", "the first attach", "s", times["first"], floor=floor),
+            Row(
+                group, f"Carom, {case['key']}", "later attaches", "s", times["median"], floor=floor, note=note
+            ),
+        ]
     return found
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from carom.benchmarks.engines import session_memory, switches
+from carom.benchmarks.engines import attaching, session_memory, switches
+from carom.benchmarks.results.render_sessions import attaching_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,10 +26,30 @@ def test_switches_and_budgets_are_timed_for_weights_in_ram_and_in_a_file(capsys,
         assert cell["budget_beyond_seconds"].keys() == {"smaller", "larger"}
 
 
+def test_attaching_is_timed_for_many_small_tensors(capsys, monkeypatch):
+    monkeypatch.setattr(attaching, "TENSORS", 100)
+    monkeypatch.setattr(attaching, "TURNS", 3)
+    assert attaching.main([]) == 0
+    cells = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [cell["tensors"] for cell in cells] == [100, 100]
+    assert all(0 < cell["seconds"]["least"] <= cell["seconds"]["largest"] < 5 for cell in cells)
+    rows = attaching_rows({"cases": [{"key": cell["cell"], "result": cell} for cell in cells]})
+    assert [row.metric for row in rows] == ["the first attach", "later attaches"] * 2
+
+
+def test_attaching_counts_what_pinning_takes_as_its_floor():
+    times = {"first": 2.0, "least": 1.0, "median": 1.1, "largest": 1.2}
+    record = {"cases": [
+        {"key": "pinning alone", "result": {"bytes": 9e9, "pin_seconds": [0.7, 0.5, 0.6]}},
+        {"key": "DiT raw", "result": {"bytes": 9e9, "seconds": times}},
+    ]}  # fmt: skip
+    assert [(row.value, row.floor) for row in attaching_rows(record)] == [(2.0, 0.6), (1.1, 0.6)]
+
+
 def test_without_a_gpu_the_large_models_are_refused(capsys, monkeypatch):
     monkeypatch.setattr(switches.torch.cuda, "is_available", lambda: False)
-    assert switches.main(["--cuda"]) == 2
-    assert "GPU" in capsys.readouterr().err
+    assert switches.main(["--cuda"]) == attaching.main(["--cuda"]) == 2
+    assert capsys.readouterr().err.count("GPU") == 2
 
 
 @pytest.mark.slow
