@@ -53,6 +53,7 @@ class RaiseBudget:
         self.base = self.least = 0
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
+        self._due = False  # whether the last reading showed enough additional bytes
         self.asked: set[Hashable] = set()
         self._steady: ModuleState | None = None  # the module as the first pass of the layout has left it
         self._before: Wanted | None = None  # the request in effect when `decide` last returned another one
@@ -130,25 +131,28 @@ class RaiseBudget:
     # -- between steps
 
     @property
-    def _rises(self) -> bool:
+    def _worth(self) -> bool:
         """Whether the additional bytes are enough for another layout."""
-        manager = self._manager
-        if self.room is None or not manager.attached:
+        spare = self.spare_bytes
+        if not spare:
             return False
-        streamed = sum(unit.nbytes for unit in manager.layout.placement.streamed)
-        return streamed > 0 and self.spare_bytes > _WORTH * streamed
+        streamed = sum(unit.nbytes for unit in self._manager.layout.placement.streamed)
+        return streamed > 0 and spare > _WORTH * streamed
 
     def next_step(self, settled: int) -> float:
-        """Return 0 if the budget is to rise now, otherwise infinity. `passed` finds out whether it is."""
-        return 0 if self._rises else math.inf
+        """Return 0 if the budget is to rise now, otherwise infinity."""
+        return 0 if self._due else math.inf
 
     def due(self, clock: StepClock) -> bool:
         """Return whether the budget is to rise now."""
-        return self._rises
+        return self._due
 
     def decide(self, seen: Observation) -> Wanted | None:
         """Return a request with a larger budget. Units that are on the device stay there before any others."""
         if not seen.unreferenced:
+            return None
+        self._due = False
+        if not self._worth:
             return None
         self._before = seen.wanted
         budget = seen.wanted.vram + self.spare_bytes
@@ -190,6 +194,7 @@ class RaiseBudget:
             room.begin_anew()
             return
         room.passed(memory, sizes(*given))
+        self._due = self._worth
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
         """Return a snapshot of the module's state and inputs before a pass that may have to run again,
@@ -199,7 +204,7 @@ class RaiseBudget:
         """
         room, ledger = self.room, self._manager.ledger
         assert room is not None
-        grows = self._rises  # before this pass
+        grows = self._due and self._worth  # before this pass
         if ledger.vram <= self.least and not grows:
             return None
         given = self._given(args, kwargs)
