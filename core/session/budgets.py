@@ -37,14 +37,14 @@ class Budgets:
         """Change the budgets as `Session.set_budget` describes. None leaves a budget as it is."""
         manager = self._manager
         ledger = manager.ledger
-        with manager.between_passes("given another budget"), contextlib.ExitStack() as taking:
+        with manager.gate.between_passes("given another budget"), contextlib.ExitStack() as taking:
             manager.need_open()
             if manager.host.gather is not None:
                 raise UnsupportedError(
                     "the ranks of the group fetch weights together, so their budgets are fixed; close the session on all "
                     "ranks and call carom.stream again with other budgets"
                 )
-            manager.refuse_graphs()
+            manager.gate.refuse_graphs()
             if isinstance(vram, SharedBudget):
                 joins = vram is not ledger.shared
                 if joins:

@@ -13,14 +13,13 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from weakref import WeakSet
 
 import torch
 
 from ..budget.ledger import BudgetLedger
-from ..common.errors import BudgetError, CaromError, UnsupportedError
+from ..common.errors import BudgetError, CaromError
 from ..common.garbage_collection import fewer_collections
 from ..common.run_all import run_all
 from ..device.engine import Engine
@@ -36,8 +35,7 @@ from ..placement.packer import host_bytes, without_codec
 from ..placement.placement import Placement
 from ..placement.store_kinds import StoreWish, make_tier
 from ..plan.residency import Plan
-from ..streaming.runner import Runner, Use
-from ..streaming.running_passes import runs_elsewhere, runs_here
+from ..streaming.runner import Runner
 from ..streaming.streamer import Streamer
 from ..streaming.unit_schedules import kept_units
 from ..streaming.vbar_slots import VbarSlots
@@ -46,6 +44,7 @@ from .host_resources import HostResources
 from .layout import Layout, Outcome, Wanted
 from .managed_module import ManagedModule
 from .packed_residents import NotPacked
+from .pass_gate import PassGate
 from .phase import Phase, advance
 from .planner import Planner
 from .summary import describe, training_note
@@ -54,7 +53,6 @@ from .weight_pool import WeightPool
 logger = logging.getLogger("carom")
 OutOfMemory = torch.OutOfMemoryError if hasattr(torch, "OutOfMemoryError") else torch.cuda.OutOfMemoryError
 
-_POLL = 0.005  # seconds between two looks whether a pass of another thread has ended
 Fallback = Callable[[Wanted, BaseException], Wanted | None]
 
 
@@ -68,7 +66,7 @@ class LayoutManager:
 
     ``lock``: held by a thread while it changes the layout.
     ``wanted``: the request for the present or the next layout.
-    ``graphs``: one object for each forward whose backward may still be called.
+    ``gate``: tells when a change may begin.
     ``leaving``: called before a layout is undone.
     ``laid_out``: called after a layout was made.
     ``write_streamed``: called when the model assigns new values to a weight from a file.
@@ -81,9 +79,8 @@ class LayoutManager:
         self.module, self.engine, self.host = module, engine, host
         self.planner, self.ledger, self._pool = planner, ledger, pool
         self.lock = threading.RLock()
-        self._waiting = 0  # number of threads in `between_passes` that wait for a pass to end
+        self.gate = PassGate(self.lock, module.name, self._attached_runner)
         self.wanted = wanted
-        self.graphs: WeakSet[object] = WeakSet()
         self.leaving: Callable[[], object] = lambda: None
         self.laid_out: Callable[[], None] = lambda: None
         self.write_streamed: Callable[[FileTensor, torch.Tensor], None]
@@ -121,6 +118,10 @@ class LayoutManager:
         """Whether a layout is in effect."""
         return self._phase is Phase.ATTACHED
 
+    def _attached_runner(self) -> Runner | None:
+        """Return the layout's runner, None if no layout is in effect."""
+        return self.layout.runner if self.attached else None
+
     @property
     def unused(self) -> bool:
         """Whether no layout has been made yet, or the session was closed."""
@@ -149,11 +150,6 @@ class LayoutManager:
         """Put no weights into VBARs. Called before the first layout. ``reason``: for the report."""
         if self.uses_vbars:
             self._pool.refuse(reason)
-
-    @property
-    def idle(self) -> bool:
-        """Whether a layout is in effect, no pass is running, and no autograd graph needs the layout's units."""
-        return self.attached and not any(map(self.layout.runner.in_use, (Use.PASS, Use.GRAPH)))
 
     def present(self) -> Wanted:
         """Return `wanted` with the present VRAM budget of the ledger."""
@@ -188,96 +184,6 @@ class LayoutManager:
         if self._phase is Phase.CLOSED:
             raise CaromError("this session is closed; call carom.stream(module, ...) for a new one")
 
-    def _in_use(self) -> Runner | None:
-        """Return the layout's runner if a forward or backward pass is running, otherwise None."""
-        runner = self.layout.runner if self.attached else None
-        return runner if runner is not None and runner.in_use(Use.PASS) else None
-
-    @contextlib.contextmanager
-    def between_passes(self, doing: str, *, inside: bool = False, ends_stuck: bool = False) -> Iterator[None]:
-        """Hold the layout lock while no pass runs. Waits until the passes of other threads have ended.
-
-        ``doing``: what the caller is about to do, for the error message.
-        ``inside``: whether the caller may go on if this thread itself is in a pass. Otherwise UnsupportedError is
-        raised.
-        ``ends_stuck``: whether the caller may go on if a pass waits for a slot. That pass then ends with an error.
-        """
-        waits = False
-        try:
-            while True:
-                with self.lock:
-                    self._waiting -= waits
-                    waits = False
-                    runner = self._in_use()
-                    if runner is None or not self._has_to_wait(runner, doing, inside, ends_stuck):
-                        yield
-                        return
-                    self._waiting += 1
-                    waits = True
-                time.sleep(_POLL)
-        finally:
-            if waits:  # an interrupt while waiting
-                self._waiting -= 1
-
-    def runs_here(self) -> bool:
-        """Return whether this thread is in a pass."""
-        with self.lock:
-            runner = self._in_use()
-            return runner is not None and runs_here(runner)
-
-    def _has_to_wait(self, runner: Runner, doing: str, inside: bool, ends_stuck: bool) -> bool:
-        """Return whether a caller of `between_passes` has to wait for a pass. Arguments and errors: its."""
-        if runs_here(runner):
-            if inside:
-                return False
-            raise UnsupportedError(
-                f"{self.module.name} cannot be {doing} within its own forward, or between a forward and its backward, which "
-                "need its weights where they are: do that after the forward or backward has returned"
-            )
-        if ends_stuck and runner.in_use(Use.WAIT):
-            return False
-        return runs_elsewhere(runner)
-
-    def let_others_first(self) -> None:
-        """Wait for threads that waited in `between_passes` for this moment. Called before a pass begins.
-
-        A thread that runs one pass after another would otherwise let them wait without end.
-        """
-        while self._waiting and self._in_use() is None:
-            time.sleep(_POLL)
-
-    def _refuse_running(self) -> None:
-        """Raise UnsupportedError if a pass is running, which a change of layout would break."""
-        runner = self._in_use()
-        if runner is not None and (runs_here(runner) or runs_elsewhere(runner)):
-            raise UnsupportedError(
-                f"the weights of {self.module.name} would have to move while its forward or backward runs: do this after "
-                "the forward or backward has returned"
-            )
-
-    def refuse_awaited(self) -> None:
-        """Raise UnsupportedError if the backward of a forward may still be called. Called before the session is parked."""
-        if self.attached and (len(self.graphs) > 0 or self.layout.runner.in_use(Use.BACKWARD)):
-            raise UnsupportedError(
-                f"{self.module.name} cannot be parked between a forward and its backward: its weights would leave the "
-                "device, and the backward could not find them. Call backward() first, or drop what the forward returned "
-                "(under torch.no_grad() nothing is kept)"
-            )
-
-    def refuse_graphs(self) -> None:
-        """Raise UnsupportedError if a backward is running, or an autograd graph needs the layout's units."""
-        if not self.attached:
-            return
-        runner = self.layout.runner
-        with runner.lock:
-            needed = len(self.graphs) > 0 or runner.in_use(Use.GRAPH) or runner.in_use(Use.BACKWARD)
-        if needed:
-            raise UnsupportedError(
-                f"the budget of {self.module.name} cannot change between a forward and its backward: its weights would "
-                "move, and the graph could not find them. Call backward() first, or drop what the forward returned (under "
-                "torch.no_grad() nothing is kept), then set_budget() again"
-            )
-
     # -- changes
 
     def attach(self, wanted: Wanted) -> None:
@@ -303,7 +209,7 @@ class LayoutManager:
         If no layout can be made, the session is parked and the error is raised. The weights are then in host
         memory or in their file, and the next forward tries again.
         """
-        self._refuse_running()
+        self.gate.refuse_running()
         late: BaseException | None = None
         outcome = Outcome.TOOK
         with self.ledger.laying_out(), fewer_collections():

@@ -42,7 +42,7 @@ def end_with_module(module: nn.Module, parts: Parts) -> weakref.finalize:
 
 
 def _dropped(parts: Parts) -> None:
-    if parts.manager.graphs:
+    if parts.manager.gate.graphs:
         return  # a backward may still use the weights; the garbage collector frees the session after it
     try:
         end(parts, discard=True)

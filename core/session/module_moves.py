@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def park(parts: Parts, keep: bool = False) -> None:
     """Release the session's device memory. ``keep``, errors: as in `Session.park`."""
     manager = parts.manager
-    with manager.between_passes("parked"):
+    with manager.gate.between_passes("parked"):
         manager.need_open()
         if not manager.phase.parked:
-            manager.refuse_awaited()
+            manager.gate.refuse_awaited()
             parts.ledger.leave_device()
             manager.park(keep)
 

@@ -34,7 +34,7 @@ class Passes:
     ) -> None:  # fmt: skip
         self._manager, self._changes, self._policies = manager, changes, policies
         self._memory, self._raise_budget, self._recovery = memory, raise_budget, recovery
-        self.graphs = manager.graphs
+        self.graphs = manager.gate.graphs
 
     @property
     def root(self) -> torch.nn.Module:
@@ -122,7 +122,7 @@ class Passes:
         """
         manager = self._manager
         managed_tensor.refuse_transforms(manager.module.name)
-        manager.let_others_first()
+        manager.gate.let_others_first()
         with manager.lock:  # wait for another thread that is changing the layout
             placement = manager.layout.placement
             if not self.ready(compiling):

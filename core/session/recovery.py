@@ -71,7 +71,7 @@ class Recovery:
             return None
         with manager.lock:
             # While another pass runs, the module holds views of slots, which the snapshot would keep in use.
-            return PassSnapshot(manager.module.root, args, kwargs) if manager.idle else None
+            return PassSnapshot(manager.module.root, args, kwargs) if manager.gate.idle else None
 
     def went_well(self, before: PassSnapshot) -> None:
         """Record that a pass with the snapshot ``before`` has succeeded."""
@@ -95,7 +95,7 @@ class Recovery:
         """Enlarge the region after a unit found no room in it. Returns whether the pass may run again."""
         manager = self._manager
         with manager.lock:
-            if before is None or not manager.idle or not before.restore():
+            if before is None or not manager.gate.idle or not before.restore():
                 return False
             # The frames of the failed pass would keep views of slots, and with them the memory of the region.
             traceback.clear_frames(error.__traceback__)

@@ -161,7 +161,7 @@ class Session:
 
     def _close(self, discard: bool) -> None:
         """Make the last report, and undo the session's changes to its module."""
-        with self._manager.between_passes("closed", ends_stuck=True):
+        with self._manager.gate.between_passes("closed", ends_stuck=True):
             try:
                 if self._manager.phase.settled and not self.closed:
                     self._final = self._report()
@@ -212,7 +212,7 @@ class Session:
         with self._manager.lock:
             self._need_open()
             self._parts.ledger.prioritize()
-            if self._manager.idle and self._manager.vbar is not None:
+            if self._manager.gate.idle and self._manager.vbar is not None:
                 self._manager.vbar.prioritize()
 
     def deprioritize(self) -> None:
@@ -220,7 +220,7 @@ class Session:
         with self._manager.lock:
             self._need_open()
             self._parts.ledger.deprioritize()
-            if self._manager.idle and self._manager.vbar is not None:
+            if self._manager.gate.idle and self._manager.vbar is not None:
                 self._manager.vbar.deprioritize()
 
     # -- parking
@@ -233,7 +233,7 @@ class Session:
     @property
     def in_pass(self) -> bool:
         """Whether the calling thread is in a forward or backward of the module, when weights cannot move."""
-        return self._manager.runs_here()
+        return self._manager.gate.runs_here()
 
     def park(self, keep: bool = False) -> None:
         """Release the session's device memory. The module's next forward moves weights to the device again.
@@ -298,7 +298,7 @@ class Session:
 
         Raises WeightsError for an unknown name, or a different shape or dtype.
         """
-        with self._manager.between_passes("written to", inside=True):
+        with self._manager.gate.between_passes("written to", inside=True):
             self._need_open()
             self._parts.tensors.write(name, tensor)
 
@@ -314,7 +314,7 @@ class Session:
         manager = self._manager
         with manager.lock:
             self._need_open()
-            if not manager.idle or manager.host.gather is not None:
+            if not manager.gate.idle or manager.host.gather is not None:
                 return False
             layout = manager.layout
             with layout.runner.lock:

@@ -266,7 +266,7 @@ class DeviceMemory:
         layout = manager.layout
         with manager.lock, layout.runner.lock, self._ledger.growing():
             seen = Observation.now(manager)
-            if before is None or seen.memory is None or not manager.idle:
+            if before is None or seen.memory is None or not manager.gate.idle:
                 return False
             budget = self._budget(governor, seen)
             if budget is None or not before.restore():
