@@ -53,6 +53,7 @@ class FlatViews:
     them.
 
     Weights of a memory-mapped file do not count: they are views of one mapping, which nothing writes to.
+    ``note``: a sentence for the report, "" if the module has no such weights.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -77,15 +78,13 @@ class FlatViews:
             )
             for t in (entry.tensor for entry in self._entries)
         ]
-
-    @property
-    def note(self) -> str:
-        """A sentence for the report, "" if the module has no such weights."""
-        if not self._entries:
-            return ""
-        return (
-            f"{len(self._entries)} weights, such as {self._entries[0].name}, are views of a tensor that other code keeps: "
-            "until close(), writes to that tensor do not reach them; close() writes their values to it"
+        self.note = (
+            ""
+            if not self._entries
+            else (
+                f"{len(self._entries)} weights, such as {self._entries[0].name}, are views of a tensor that other code keeps: "
+                "until close(), writes to that tensor do not reach them; close() writes their values to it"
+            )
         )
 
     def refuse_trainable(self) -> None:

@@ -212,7 +212,7 @@ class LayoutManager:
         self.gate.refuse_running()
         late: BaseException | None = None
         outcome = Outcome.TOOK
-        with self.ledger.laying_out(), fewer_collections():
+        with self.ledger.laying_out():
             try:
                 moves = self._exceeds_ram(wanted)
                 self._take_down(reuse=reuse and not moves, keep=not moves)

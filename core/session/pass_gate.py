@@ -28,7 +28,7 @@ class PassGate:
     """
 
     def __init__(self, lock: threading.RLock, name: str, runner: Callable[[], Runner | None]) -> None:
-        self._lock, self._name, self._runner = lock, name, runner
+        self._lock, self.name, self._runner = lock, name, runner
         self._waiting = 0  # number of threads in `between_passes` that wait for a pass to end
         self.graphs: WeakSet[object] = WeakSet()
 
@@ -81,7 +81,7 @@ class PassGate:
             if inside:
                 return False
             raise UnsupportedError(
-                f"{self._name} cannot be {doing} within its own forward, or between a forward and its backward, which "
+                f"{self.name} cannot be {doing} within its own forward, or between a forward and its backward, which "
                 "need its weights where they are: do that after the forward or backward has returned"
             )
         if ends_stuck and runner.in_use(Use.WAIT):
@@ -101,7 +101,7 @@ class PassGate:
         runner = self._in_use()
         if runner is not None and (runs_here(runner) or runs_elsewhere(runner)):
             raise UnsupportedError(
-                f"the weights of {self._name} would have to move while its forward or backward runs: do this after "
+                f"the weights of {self.name} would have to move while its forward or backward runs: do this after "
                 "the forward or backward has returned"
             )
 
@@ -110,7 +110,7 @@ class PassGate:
         runner = self._runner()
         if runner is not None and (len(self.graphs) > 0 or runner.in_use(Use.BACKWARD)):
             raise UnsupportedError(
-                f"{self._name} cannot be parked between a forward and its backward: its weights would leave the "
+                f"{self.name} cannot be parked between a forward and its backward: its weights would leave the "
                 "device, and the backward could not find them. Call backward() first, or drop what the forward returned "
                 "(under torch.no_grad() nothing is kept)"
             )
@@ -124,7 +124,7 @@ class PassGate:
             needed = len(self.graphs) > 0 or runner.in_use(Use.GRAPH) or runner.in_use(Use.BACKWARD)
         if needed:
             raise UnsupportedError(
-                f"the budget of {self._name} cannot change between a forward and its backward: its weights would "
+                f"the budget of {self.name} cannot change between a forward and its backward: its weights would "
                 "move, and the graph could not find them. Call backward() first, or drop what the forward returned (under "
                 "torch.no_grad() nothing is kept), then set_budget() again"
             )

@@ -67,11 +67,11 @@ class Passes:
         """
         manager = self._manager
         with manager.lock:
-            manager.end_interrupted_change()
-            if manager.phase.parked:
-                self.unpark()
             if not manager.attached:
-                return False
+                manager.end_interrupted_change()
+                self.unpark()
+                if not manager.attached:
+                    return False
             layout = manager.layout
             runner = layout.runner
             with runner.lock:
@@ -121,7 +121,7 @@ class Passes:
         ``part``: the module whose forward the pass is, None for the root.
         """
         manager = self._manager
-        managed_tensor.refuse_transforms(manager.module.name)
+        managed_tensor.refuse_transforms(manager.gate.name)
         manager.gate.let_others_first()
         with manager.lock:  # wait for another thread that is changing the layout
             placement = manager.layout.placement
