@@ -41,6 +41,9 @@ class TakesRoom:
     patches: PreparedPatches
     offer = kept = for_passes = needs = short = lacked = 0
     beyond: tuple[Beyond, ...] = ()
+    left: int | None = (
+        None  # the budget that ComfyUI's last request for memory left, None after its last offer
+    )
     _met = 0  # the value of `needs` for which the present budget was set
 
     @property
@@ -168,7 +171,8 @@ class TakesRoom:
         This is the case where ComfyUI would not have made the request without the additional bytes, or would have
         requested so little that the budget would not rise again. Otherwise each such request would cost two layouts.
         """
-        taken = 0 if self.budget is None else self.budget - self.offer
+        left = self.offer if self.left is None else min(self.offer, self.left)
+        taken = 0 if self.budget is None else self.budget - left
         if taken > 0 and 0 < nbytes < taken + worth(self.streamed + taken):
             self.forget_room()
 

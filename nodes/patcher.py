@@ -242,6 +242,8 @@ class CaromPatcher:
                 carom.resume(budget, self._settings)
             elif budget is not None:
                 carom.resize(budget)
+            if budget is not None:
+                carom.left = None
         carom.limit_changed = False
         if self._compiled():
             carom.changes.lengthen()
@@ -354,6 +356,7 @@ class CaromPatcher:
                 carom.suspend(attached=True)
             else:
                 freed = carom.resize(max(0, int(carom.held - memory_to_free)))
+                carom.left = carom.budget
                 if freed < memory_to_free:
                     freed += carom.patches.put_aside()
                 carom.follow_room(self._limit(carom.patches.nbytes))

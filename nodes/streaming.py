@@ -38,7 +38,7 @@ from .spilled_weights import spill_weights, weights_in_memory
 logger = logging.getLogger("carom")
 _ATTRIBUTE = "_carom_streaming"
 TELL_EVERY_S = 2.0
-SLOTS = 1 << 30  # bytes; at most so many of a budget are slots and staging, before a layout was made
+SLOTS = 2 << 30  # bytes; at most so many of a budget are slots and staging, before a layout was made
 ROUNDING = 32  # the cache of weights on disk takes at most 1/32 more than the weights that stream through it
 
 
@@ -49,8 +49,8 @@ class Streaming(TakesRoom):
     ``active``: whether Carom has the weights, or is about to take them; ``suspended``: whether ComfyUI unloaded the
     model while the session keeps the weights on the host; ``budget``: the session's budget in bytes; ``held``: bytes on
     the device (resident, adapters, slots, staging); ``weights``: bytes of all weights, each counted once; ``streamed``:
-    bytes of streamed weights; ``layout_bytes``: ``held`` under the last layout, to which a suspended model returns;
-    ``layout_streams``: ``streamed`` under that layout; ``note``: why the model does not stream, "" if it may; ``settings``: those of the patcher
+    bytes of streamed weights; ``slots``: bytes of slots and staging; ``layout_bytes``: ``held`` under the last layout,
+    to which a suspended model returns; ``layout_streams``: ``streamed`` under that layout; ``note``: why the model does not stream, "" if it may; ``settings``: those of the patcher
     that loaded the model last; ``limit_changed``: whether the user has changed the device memory that he allows since
     the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;
@@ -70,7 +70,7 @@ class Streaming(TakesRoom):
         self.budget: int | None = None
         self.held = self.layout_bytes = 0
         self.weights = 0
-        self.streamed = self.layout_streams = 0
+        self.streamed = self.layout_streams = self.slots = 0
         self.note = ""
         self.settings: Settings | None = None
         self.limit_changed = False
@@ -180,7 +180,9 @@ class Streaming(TakesRoom):
         ``budget``: bytes of the device for weights.
         """
         if self.layout_bytes:
-            streams = self.layout_streams + max(0, self.layout_bytes - budget)
+            # A pass may bring a budget back to ComfyUI's offer. More streams then, in whole units.
+            less = max(0, self.layout_bytes - min(budget, self.offer or budget))
+            streams = self.layout_streams + less + (self.slots // 2 if less else 0)
         else:  # no layout was made yet: a part of the budget is for slots
             streams = max(0, self.total - budget) + SLOTS
         streams = min(self.total, streams + streams // ROUNDING)
@@ -375,6 +377,8 @@ class Streaming(TakesRoom):
             self.changes.undo()
             comfyui_api.count_pinned(-self._pins[0])
             self._pins[0] = self.held = self.weights = self.streamed = 0
+            self.layout_bytes = self.layout_streams = 0
+            self.left = None
 
     # -- figures
 
@@ -416,8 +420,8 @@ class Streaming(TakesRoom):
     def _measure(self) -> None:
         report = self.report()
         assert report is not None
-        slots = report.slot_bytes + report.staging_bytes
-        self.held = report.resident_bytes + report.adapter_bytes + slots
+        self.slots = report.slot_bytes + report.staging_bytes
+        self.held = report.resident_bytes + report.adapter_bytes + self.slots
         self.weights = report.weight_bytes + report.adapter_bytes
         self.streamed = report.streamed_bytes
         self.layout_bytes, self.layout_streams = self.held, self.streamed

@@ -38,6 +38,8 @@ class BudgetRaise:
         self.keep, self.most = keep, most
         self.none = False
         self.beyond = math.inf
+        # What weights may take beside passes of each size, in bytes. Kept when weights are laid out again.
+        self._rooms: dict[Hashable, int] = {}
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -46,8 +48,13 @@ class BudgetRaise:
         self._alike = 0
         self._asked: set[Hashable] = set()
 
-    def passed(self, memory: Memory, asked: Hashable) -> None:
-        """Record the device's ``memory`` as a pass left it, for inputs of the sizes ``asked``.
+    def forget_other_sizes(self) -> None:
+        """Forget what passes left whose sizes no pass had since the weights were laid out."""
+        self._rooms = {asked: room for asked, room in self._rooms.items() if asked in self._asked}
+
+    def passed(self, memory: Memory, asked: Hashable, held: int = 0) -> None:
+        """Record the device's ``memory`` as a pass left it, for inputs of the sizes ``asked``. ``held``: bytes of weights
+        on the device.
 
         The allocator keeps the memory that the pass used, so the bytes that are free now were free
         throughout the pass. A pass with inputs of other sizes may need more, so new sizes start the count
@@ -60,6 +67,9 @@ class BudgetRaise:
         if len(self._asked) >= SIZES:
             self._asked.clear()
         self._asked.add(asked)
+        if len(self._rooms) >= SIZES:
+            self._rooms.clear()
+        self._rooms[asked] = memory.free + held
 
     def failed(self, beyond: int) -> None:
         """Record that a pass ran out of memory.
@@ -70,13 +80,14 @@ class BudgetRaise:
         self.none = self.none or self.beyond < math.inf
         self.beyond = beyond // 2
 
-    def spare(self, budget: int, base: int, unused: int = 0) -> int:
+    def spare(self, budget: int, base: int, unused: int = 0, held: int = 0) -> int:
         """Return the bytes by which ``budget`` (in bytes) may rise now.
 
         ``base``: the host application's budget in bytes. ``unused``: bytes of ``budget`` that no weight
-        takes; the device reports these as free although they are already promised to weights.
+        takes; the device reports these as free although they are already promised to weights. ``held``: bytes of
+        weights on the device.
         """
         if self.none or self._last is None or self._alike < READINGS:
             return 0
-        left = self._last.free - unused - max(self.keep, LEAVES.of(self._last.total))
+        left = min(self._rooms.values()) - held - unused - max(self.keep, LEAVES.of(self._last.total))
         return int(max(0, min(left, base + self.beyond - budget, self.most - budget)))

@@ -14,17 +14,35 @@ from collections.abc import Iterator
 _strict = threading.RLock()  # held while no thread may begin a collection
 
 
+class _Paused:
+    """Disables automatic collections. They are enabled again by `end`, or by the end of the object: an interrupt at any
+    line leaves them as they were.
+    """
+
+    _enabled = False
+
+    def __init__(self) -> None:
+        self._enabled = gc.isenabled()
+        gc.disable()
+
+    def end(self) -> None:
+        """Enable collections again if they were enabled."""
+        if self._enabled:
+            with _strict:
+                gc.enable()
+            self._enabled = False
+
+    __del__ = end
+
+
 @contextlib.contextmanager
 def fewer_collections() -> Iterator[None]:
     """Begin no garbage collection by itself in this context, unless another thread enables collections meanwhile."""
-    enabled = gc.isenabled()
+    paused = _Paused()
     try:
-        gc.disable()
         yield
     finally:
-        if enabled:
-            with _strict:
-                gc.enable()
+        paused.end()
 
 
 @contextlib.contextmanager

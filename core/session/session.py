@@ -334,8 +334,7 @@ class Session:
         given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs),
         least: int | None = None,
     ) -> None:
-        """Let the budget rise by the device memory that passes leave free, whenever a faster layout is made
-        for other reasons.
+        """Let the budget rise by the device memory that passes leave free, once they agree on it.
 
         To be called again whenever the budget was set.
         ``base``: the host application's budget in bytes, to which the budget falls after a pass ran out of

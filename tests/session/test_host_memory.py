@@ -318,7 +318,8 @@ def test_host_memory_is_looked_at_whatever_else_a_session_follows(monkeypatch, f
         with torch.no_grad():
             for _ in range(60):
                 net(torch.ones(1, 64))
-    assert 2 <= len(looked) <= 6, "every 16 steps"
+    # Every 16 steps, and where the other policy changes the layout, too.
+    assert 2 <= len(looked) <= (8 if follows else 6)
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])

@@ -75,8 +75,6 @@ class HostMemory:
 
     def due(self, clock: StepClock) -> bool:
         """Return whether to read the host's memory now."""
-        if self._manager.module.checkpoint is None and clock.settled < self._step:
-            return False  # another policy is due
         self._step = clock.settled + _STEPS
         return self.governor is not None and not clock.awaiting and clock.now - self._looked >= _SECONDS
 

@@ -3,7 +3,8 @@ free.
 
 A host application such as ComfyUI sets the budget before it has observed a pass (a forward of the root
 module). `budget.budget_raise` computes by how much the budget may rise. The budget rises only before a pass that can be
-repeated. If a pass then runs out of memory, it runs again with the host application's budget.
+repeated, and once after the application has set it or has begun another run. If a pass then runs out of memory, it
+runs again with the host application's budget.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class RaiseBudget:
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
         self._due = False  # whether the last reading showed enough additional bytes
+        self._once = True  # whether the budget may rise, as it has not since the application's last word
+        self._watched = False  # whether the pass that is about to begin can run again
         self.asked: set[Hashable] = set()
         self._steady: ModuleState | None = None  # the module as the first pass of the layout has left it
         self._before: Wanted | None = None  # the request in effect when `decide` last returned another one
@@ -76,6 +79,7 @@ class RaiseBudget:
             base = min(max(base, ledger.least_bytes), ledger.vram)
         self.base, self._given = base, given
         self.least = base if least is None else min(least, base)
+        self._once = True
         if self.room is None or (self.room.keep, self.room.most) != (keep, most):
             self.room = BudgetRaise(keep, most)
 
@@ -90,7 +94,9 @@ class RaiseBudget:
         ``more``: passes may need more memory than those before, so the readings of free memory do not count.
         """
         if self.room is not None:
+            self._once = True
             self.asked.clear()
+            self.room.forget_other_sizes()
             if more:
                 self.room.begin_anew()
 
@@ -105,7 +111,8 @@ class RaiseBudget:
         ledger = self._manager.ledger
         if self.room is None or not self._manager.attached:
             return 0
-        return self.room.spare(ledger.vram, self.base, max(0, ledger.vram - ledger.held_bytes))
+        held = ledger.held_bytes
+        return self.room.spare(ledger.vram, self.base, max(0, ledger.vram - held), held)
 
     @property
     def beyond_bytes(self) -> float:
@@ -140,12 +147,12 @@ class RaiseBudget:
         return streamed > 0 and spare > _WORTH * streamed
 
     def next_step(self, settled: int) -> float:
-        """Return 0 if the budget is to rise now, otherwise infinity."""
+        """Return 0 if the budget is to rise before the next pass that can run again, otherwise infinity."""
         return 0 if self._due else math.inf
 
     def due(self, clock: StepClock) -> bool:
         """Return whether the budget is to rise now."""
-        return self._due
+        return self._due and self._watched
 
     def decide(self, seen: Observation) -> Wanted | None:
         """Return a request with a larger budget. Units that are on the device stay there before any others."""
@@ -154,11 +161,15 @@ class RaiseBudget:
         self._due = False
         if not self._worth:
             return None
-        self._before = seen.wanted
-        budget = seen.wanted.vram + self.spare_bytes
-        logger.info("carom: passes leave memory free: %s for weights", format_size(budget))
+        budget, present = seen.wanted.vram + self.spare_bytes, seen.layout.plan
         among = seen.layout.resident_names()
-        return dataclasses.replace(seen.wanted, vram=budget, residents_among=among)
+        wanted = dataclasses.replace(seen.wanted, vram=budget, residents_among=among)
+        plan = self._manager.try_plan(wanted)
+        if plan is None or (plan.resident.keys(), plan.packed) == (present.resident.keys(), present.packed):
+            return None  # the additional bytes are less than a unit
+        logger.info("carom: passes leave memory free: %s for weights", format_size(budget))
+        self._before = seen.wanted
+        return wanted
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
         """Return the previous request, once, if the larger budget did not fit. The budget does not rise again."""
@@ -169,7 +180,8 @@ class RaiseBudget:
 
     def took(self, outcome: Outcome) -> None:
         """Return memory that the allocator keeps to the device, after a layout for a larger budget was made."""
-        self._before = None
+        self._before, self._once = None, False
+        self.asked.clear()
         self._manager.engine.trim()
         self._raised()
 
@@ -193,8 +205,8 @@ class RaiseBudget:
         if torch.is_grad_enabled() or not repeats(given):
             room.begin_anew()
             return
-        room.passed(memory, sizes(*given))
-        self._due = self._worth
+        room.passed(memory, sizes(*given), manager.ledger.held_bytes)
+        self._due = self._once and self._worth
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
         """Return a snapshot of the module's state and inputs before a pass that may have to run again,
@@ -217,7 +229,12 @@ class RaiseBudget:
             room.begin_anew()  # the budget must not rise before passes that cannot be repeated
             self._cannot_repeat(room)
             return None
-        self._ready()  # a layout made after the snapshot would look like a change by the pass
+        with self._manager.lock:  # another thread's pass may be one that cannot run again
+            self._watched = True
+            try:
+                self._ready()  # a layout made after the snapshot would look like a change by the pass
+            finally:
+                self._watched = False
         if ledger.vram <= self.least:
             return None
         before = PassSnapshot(self._manager.module.root, args, kwargs, read=given, state=self._steady)
