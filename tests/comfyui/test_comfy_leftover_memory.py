@@ -52,7 +52,9 @@ class Card:
     After `READINGS` passes it is known what they leave, and the pass after them takes it.
     """
 
-    def __init__(self, monkeypatch: Any, management: Any, vram: str = "auto") -> None:
+    def __init__(
+        self, monkeypatch: Any, management: Any, vram: str = "auto", granularity: str = "block"
+    ) -> None:
         self.device = carom.SimulatedDevice(
             memory_bytes=LEFT + NEEDED + 7 * LAYER, activation_bytes=NEEDED, timing="early"
         )
@@ -63,7 +65,7 @@ class Card:
         monkeypatch.setattr(
             opening,
             "stream",
-            lambda *a, **k: make(*a, **{**k, "device": self.device, "granularity": "block"}),
+            lambda *a, **k: make(*a, **{**k, "device": self.device, "granularity": granularity}),
         )
         monkeypatch.setattr(node_settings, "GROW_LEAST", LAYER)
         self.kept = self.free - 4 * LAYER
@@ -303,6 +305,21 @@ def test_what_is_asked_back_because_it_was_taken_and_a_little_more_is_not_taken_
         if wanted > card.free:
             card.patcher.partially_unload(CPU, wanted - card.free)
     assert not laid_out
+
+
+def test_a_little_that_is_asked_back_after_each_prompt_is_not_taken_for_ever(comfy, monkeypatch):
+    """Where the budget is below ComfyUI's offer, what the session takes is counted from there."""
+    card = Card(monkeypatch, comfy, granularity="layer")
+    card.device.ledger.others += 3 * LAYER  # passes leave nothing beyond ComfyUI's offer
+    card.kept -= 3 * LAYER
+    laid_out = watch_changes(monkeypatch)
+    counts = []
+    for _ in range(6):
+        laid_out.clear()
+        card.run(8)
+        card.patcher.partially_unload(CPU, int(0.3 * LAYER))  # by a VAE, say
+        counts.append(len(laid_out))
+    assert sum(counts[3:]) <= 4, "one for each request, and not one more each time to take it again"
 
 
 def residents(card: Card) -> frozenset[str]:

@@ -293,6 +293,78 @@ def test_readings_do_not_count_where_passes_need_more_from_now_on(more):
         assert (session.vram > vram) is not more
 
 
+def test_the_room_is_that_of_the_size_that_leaves_least():
+    room = after(GIB, asked="large")
+    room.begin_anew()  # the weights were laid out again
+    room = after(3 * GIB, room=room, asked="small")
+    assert room.spare(0, 0) == GIB - HEADROOM, "the large size has not run since"
+    room.forget_other_sizes()
+    assert room.spare(0, 0) == 3 * GIB - HEADROOM
+    held = BudgetRaise()
+    for _ in range(READINGS):
+        held.passed(Memory(TOTAL, GIB), 1, held=GIB)
+    assert held.spare(GIB, 0, held=GIB) == GIB - HEADROOM and not held.spare(2 * GIB, 0, held=2 * GIB)
+
+
+def test_the_budget_rises_once_for_a_run_of_the_host():
+    net, device, vram = card(0.6)
+    taken = device.ledger.others = int(0.4 * size(net))
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        grown(session, net)
+        first = session.vram
+        device.ledger.others -= taken  # another program ends
+        for _ in range(40):
+            step(net, False)
+        assert session.vram == first
+        session.expect_anew()
+        for _ in range(8):
+            step(net, False)
+        assert session.vram > first
+
+
+def test_a_pass_of_another_size_runs_again_after_the_budget_rose():
+    """A size that had run under a smaller budget has to be watched again."""
+    net, device, vram = card(0.25)
+
+    def larger():
+        with torch.no_grad():
+            return net(torch.linspace(-1, 1, 8 * 48).reshape(8, 48))
+
+    expected = larger()
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        session.follow_room()
+        assert torch.equal(larger(), expected)
+        grown(session, net)
+        for _ in range(12):
+            step(net, False)
+        inside(session).engine.activations += LEAVES.least + size(net) // 20
+        assert torch.equal(larger(), expected) and session.vram == vram
+
+
+def test_the_budget_does_not_rise_before_the_forward_of_a_part():
+    """It could not run again."""
+    net, device, vram = card(0.25)
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session, torch.no_grad():
+        session.follow_room()
+        for _ in range(READINGS):
+            step(net, False)
+        assert session.spare
+        net.blocks[0](torch.ones(4, 48))
+        assert session.vram == vram
+        step(net, False)
+        assert session.vram > vram
+
+
+def test_room_for_less_than_a_unit_changes_no_layout(monkeypatch):
+    net, device, vram = card(0.04)
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        session.follow_room()
+        laid_out, before = watch_changes(monkeypatch), inside(session).resident_names
+        for _ in range(30):
+            step(net, False)
+        assert not laid_out or inside(session).resident_names != before
+
+
 class Odd:
     """Of which nobody knows what a second pass would do with it."""
 
