@@ -20,7 +20,6 @@ import torch
 
 from ..budget.ledger import BudgetLedger
 from ..common.errors import BudgetError, CaromError
-from ..common.garbage_collection import fewer_collections
 from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..device.vbar import NativeError
@@ -191,8 +190,7 @@ class LayoutManager:
         self.wanted = wanted
         if self._phase is Phase.NEW:
             self._enter(Phase.LAYING_OUT)
-        with fewer_collections():
-            self._attach(wanted)
+        self._attach(wanted)
 
     def change(
         self, wanted: Wanted, fallback: Fallback = no_fallback, *, reuse: bool = True,

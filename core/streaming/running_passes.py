@@ -6,15 +6,18 @@ waited for this count would wait without end. So callers that wait also look at 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
-from ..common.garbage_collection import no_collections
 from ..model.managed_tensor import in_backward
 from . import root_forward
 from .runner import Runner
 
+_looking = threading.RLock()
 _BEGINS = object()  # what a frame has of a pass that begins
 
 
@@ -25,17 +28,32 @@ def runs_here(runner: Runner) -> bool:
 
 def runs_elsewhere(runner: Runner) -> bool:
     """Return whether another thread is in a pass of ``runner``, or in a backward pass."""
-    # CPython before 3.12 makes the object of a frame when it is asked for, which may begin a collection. Code that the
-    # collection calls lets other threads run, whose frames may end meanwhile: the new object then refers to freed memory.
-    # And `sys._current_frames` holds the lock of the list of threads, for which a collection that frees a
-    # `threading.local` waits without end (seen in 3.11.7).
     own = threading.get_ident()
-    with no_collections():
+    with _without_collections():
         return any(
             _in_pass(frame, runner) or _in_backward(frame)
             for thread, frame in sys._current_frames().items()
             if thread != own
         )
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let no garbage collection begin while the stacks of other threads are looked at.
+
+    CPython before 3.12 makes the object of a frame when it is asked for, which may begin a collection. Code that the
+    collection calls lets other threads run, whose frames may end meanwhile: the new object then refers to freed memory.
+    And `sys._current_frames` holds the lock of the list of threads, for which a collection that frees a
+    `threading.local` waits without end (seen in 3.11.7).
+    """
+    with _looking:  # another thread that looks at stacks would enable collections again
+        enabled = gc.isenabled()
+        try:
+            gc.disable()
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def _in_pass(frame: FrameType | None, runner: Runner) -> bool:
