@@ -2,8 +2,8 @@
 
 A model whose weights fit beside those of the other models waits in RAM as a whole. Otherwise its weights stream from
 disk through a cache, and models that do not run give RAM up. A diffusion model reads the weights that stream in every
-sampler step, so it takes RAM for these. Those that stay on the device need none while it runs: what models that wait keep
-instead is not read from disk when they return. A text encoder or a VAE reads its weights once for a prompt, so it takes only
+sampler step, so it takes RAM for these. Weights that stay on the device need no RAM while the model runs. Models that wait
+keep that RAM, and read less from disk when they return. A text encoder or a VAE reads its weights once for a prompt, so it takes only
 what is free, and `least_share` where nothing is.
 """
 

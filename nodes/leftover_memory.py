@@ -41,9 +41,8 @@ class TakesRoom:
     patches: PreparedPatches
     offer = kept = for_passes = needs = short = lacked = 0
     beyond: tuple[Beyond, ...] = ()
-    left: int | None = (
-        None  # the budget that ComfyUI's last request for memory left, None after its last offer
-    )
+    # The budget after ComfyUI last asked for a part of the model's memory; None if it has offered a budget since.
+    left: int | None = None
     _met = 0  # the value of `needs` for which the present budget was set
 
     @property

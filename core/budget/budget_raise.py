@@ -38,7 +38,8 @@ class BudgetRaise:
         self.keep, self.most = keep, most
         self.none = False
         self.beyond = math.inf
-        # What weights may take beside passes of each size, in bytes. Kept when weights are laid out again.
+        # Input sizes of passes -> bytes that weights and the memory left free took together in the last pass of these
+        # sizes. Kept when weights are laid out again.
         self._rooms: dict[Hashable, int] = {}
         self.begin_anew()
 
@@ -49,7 +50,7 @@ class BudgetRaise:
         self._asked: set[Hashable] = set()
 
     def forget_other_sizes(self) -> None:
-        """Forget what passes left whose sizes no pass had since the weights were laid out."""
+        """Forget the sizes of inputs with which no pass has run since the weights were laid out."""
         self._rooms = {asked: room for asked, room in self._rooms.items() if asked in self._asked}
 
     def passed(self, memory: Memory, asked: Hashable, held: int = 0) -> None:
@@ -89,5 +90,7 @@ class BudgetRaise:
         """
         if self.none or self._last is None or self._alike < READINGS:
             return 0
-        left = min(self._rooms.values()) - held - unused - max(self.keep, LEAVES.of(self._last.total))
+        left = (
+            min(self._rooms.values(), default=0) - held - unused - max(self.keep, LEAVES.of(self._last.total))
+        )
         return int(max(0, min(left, base + self.beyond - budget, self.most - budget)))

@@ -55,7 +55,8 @@ class RaiseBudget:
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
         self._due = False  # whether the last reading showed enough additional bytes
-        self._once = True  # whether the budget may rise, as it has not since the application's last word
+        # Whether the budget may rise: it has not risen since the last call of `follow` or `expect_other_passes`.
+        self._once = True
         self._watched = False  # whether the pass that is about to begin can run again
         self.asked: set[Hashable] = set()
         self._steady: ModuleState | None = None  # the module as the first pass of the layout has left it
